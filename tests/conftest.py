@@ -1,0 +1,100 @@
+"""What every test session shares: stacks of a test that hangs, the pool of worlds, and a check that nothing is left behind.
+
+A session marks itself in the environment. Processes inherit the mark, so that a process which outlives the session is found
+wherever it was started; files in /dev/shm are compared with those before the first test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+from tests import tiny, worlds
+
+STACKS_AFTER = 240.0  # seconds after which a test's stacks are printed (it goes on; pytest-timeout ends it)
+LEFTOVERS_WITHIN = 5.0  # seconds that processes and shared memory have to go away at the end
+MARK = "RLSCALE_TEST_SESSION"
+SHM = Path("/dev/shm")
+
+_mark = pytest.StashKey[str]()
+_shm_before = pytest.StashKey[set[str]]()
+_leftovers = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., str]:
+    """`tests.tiny.tiny_model`, as a fixture."""
+    return tiny.tiny_model
+
+
+@pytest.fixture
+def world() -> Callable[..., list[object]]:
+    """`tests.worlds.run`, as a fixture."""
+    return worlds.run
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_mark] = os.environ[MARK] = uuid.uuid4().hex
+    config.stash[_shm_before] = set(os.listdir(SHM)) if SHM.is_dir() else set()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with contextlib.suppress(Exception):
+        faulthandler.dump_traceback_later(STACKS_AFTER, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    worlds.close()
+    config = session.config
+    deadline = time.monotonic() + LEFTOVERS_WITHIN
+    while (left := _left(config)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    config.stash[_leftovers] = left
+    if left and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    left = config.stash.get(_leftovers, [])
+    if left:
+        terminalreporter.section("left behind by this session", red=True, bold=True)
+        for line in left:
+            terminalreporter.line(line)
+
+
+def _left(config: pytest.Config) -> list[str]:
+    """Processes with this session's mark, and new files in /dev/shm that no other program has in use."""
+    mark = f"{MARK}={config.stash[_mark]}".encode()
+    left, foreign = [], set()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if mark in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if command:  # a zombie has none
+                    left.append(f"process {folder.name}: {command[:200]}")
+            else:
+                foreign |= set(re.findall(r"/dev/shm/(\S+)", (folder / "maps").read_text()))
+    new = set(os.listdir(SHM)) - config.stash[_shm_before] - foreign if SHM.is_dir() else set()
+    return left + [f"file /dev/shm/{name}" for name in sorted(new)]

@@ -1,0 +1,143 @@
+"""Tiny Hugging Face folders for tests: random weights of a real architecture, a real tokenizer, a chat template.
+
+A model of 0.1 to 1 M parameters shows every error of a layout that a large one shows, in milliseconds, if its outputs are not
+nearly uniform: Hugging Face's initialisation (std 0.02) makes logits so flat that a wrong head or a swapped shard moves
+nothing above rounding. The weights here are scaled to their fan-in, norms and biases are random, and the row of the
+end-of-sequence token is set so that its probability is about 0.1, so that sampled responses end at different lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PAD, EOS, START, END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+# In the byte-level alphabet, where a space is written \u0120.
+WORDS = ("user", "assistant", "system", "What", "\u0120is", "\u0120the", "\u0120answer", "\u0120sum", "\u0120of", "\u0120and", "\u0120number",
+         "\u0120+", "\u0120=", "\u0120please")
+CACHE_LIMIT = 200  # folders kept over sessions; each is 1 to 4 MB
+
+
+def tiny_model(arch: str = "qwen2", *, tied: bool = True, heads: int = 4, kv_heads: int = 2, layers: int = 2,
+               hidden: int | None = None, ffn: int | None = None, vocab: int = 384, head_dim: int = 32,
+               dtype: str = "float32", seed: int = 0, **config: Any) -> str:
+    """The folder of a tiny model with the given shape, made on the first call and cached for later ones.
+
+    Args:
+        arch: llama, qwen2, qwen3 or mistral.
+        hidden: hidden size; None: heads * head_dim (the only choice for qwen2, whose vLLM model ignores ``head_dim``).
+        ffn: width of the MLP; None: 2 * hidden.
+        vocab: rows of the embedding; the tokenizer has at most as many tokens (it needs 260).
+        config: further fields of the Hugging Face config, e.g. ``rope_theta=5e5`` or ``sliding_window=8``.
+
+    Several processes may ask for the same folder at one time: each builds its own and the first rename wins.
+    """
+    hidden = hidden or heads * head_dim
+    shape = dict(arch=arch, tied=tied, heads=heads, kv_heads=kv_heads, layers=layers, hidden=hidden, ffn=ffn or 2 * hidden,
+                 vocab=vocab, head_dim=head_dim, dtype=dtype, seed=seed, config=config)
+    code = Path(__file__).read_bytes() + json.dumps(shape, sort_keys=True).encode()
+    root = Path(tempfile.gettempdir()) / f"rlscale-tests-{os.getuid()}" / "models"
+    folder = root / f"{arch}-{hashlib.sha256(code).hexdigest()[:16]}"
+    if not folder.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        _forget_old(root)
+        building = Path(tempfile.mkdtemp(prefix=".building-", dir=root))
+        try:
+            _build(building, **shape)
+            building.chmod(0o755)
+            building.rename(folder)
+        except OSError:
+            if not folder.exists():  # otherwise another process was first, with the same content
+                raise
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    return str(folder)
+
+
+def _forget_old(root: Path) -> None:
+    """Keep the cache bounded: folders of older versions of this file are never asked for again."""
+    folders = sorted((p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")), key=lambda p: p.stat().st_mtime)
+    for folder in folders[:-CACHE_LIMIT]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _build(folder: Path, *, arch: str, tied: bool, heads: int, kv_heads: int, layers: int, hidden: int, ffn: int, vocab: int,
+           head_dim: int, dtype: str, seed: int, config: dict[str, Any]) -> None:
+    import torch
+    import transformers
+
+    tokenizer = tiny_tokenizer(min(vocab, 384))
+    name = ARCHITECTURES[arch]
+    hf_config = getattr(transformers, f"{name}Config")(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim, tie_word_embeddings=tied, max_position_embeddings=1024,
+        bos_token_id=tokenizer.convert_tokens_to_ids(START), eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, **config)
+    model = getattr(transformers, f"{name}ForCausalLM")(hf_config).to(torch.float32)
+    _sharpen(model, torch.Generator().manual_seed(seed), tokenizer.eos_token_id)
+    model.to(getattr(torch, dtype))
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _sharpen(model: Any, generator: Any, eos: int) -> None:
+    """Weights from ``generator`` with logits of standard deviation about 2, and a likely end of sequence."""
+    import torch
+
+    def normal(p: Any, std: float, mean: float = 0.0) -> None:
+        p.copy_(torch.randn(p.shape, generator=generator) * std + mean)
+
+    with torch.no_grad():
+        for name, p in sorted(model.named_parameters()):
+            if "embed_tokens" in name or "lm_head" in name:
+                normal(p, 2 / math.sqrt(p.shape[1]))
+            elif name.endswith("norm.weight"):
+                normal(p, 0.2, mean=1.0)
+            elif p.dim() == 1:
+                normal(p, 0.3)
+            else:
+                normal(p, 1 / math.sqrt(p.shape[1]))
+        head = model.lm_head.weight
+        tokens = torch.randint(head.shape[0], (8, 32), generator=generator)
+        mean = model.model(tokens).last_hidden_state.mean((0, 1))
+        likely = model(tokens).logits.logsumexp(-1).mean() - math.log(10)
+        head[eos] += mean * (likely - head[eos] @ mean) / (mean @ mean)
+
+
+def tiny_tokenizer(vocab: int = 384) -> Any:
+    """A byte-level BPE tokenizer with at most ``vocab`` tokens and a ChatML template; pad and end-of-text are separate.
+
+    The merges build up the words of a list from the left: the training of the `tokenizers` library breaks ties at random.
+    """
+    import tokenizers
+    import transformers
+
+    special = [PAD, EOS, START, END]
+    tokens = special + sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    assert vocab >= len(tokens), f"a byte-level tokenizer needs {len(tokens)} tokens"
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        for i in range(1, len(word)):
+            if word[:i + 1] not in tokens and len(tokens) < vocab:
+                tokens.append(word[:i + 1])
+                merges.append((word[:i], word[i]))
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END, pad_token=PAD, additional_special_tokens=[EOS, START], model_max_length=1024)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
