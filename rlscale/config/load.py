@@ -1,0 +1,407 @@
+"""From YAML files and key=value overrides to a `Config`, or to one error that names everything that is wrong.
+
+A file holds the keys of `rlscale.config.schema` and, optionally, ``base: other.yaml`` (relative to the file): recipes hold
+differences only. Mappings are merged key by key, anything else is replaced. An override is ``section.key=value`` with the
+value in YAML; list elements are reached by number (``data.train.0.size=64``).
+
+Scalars follow YAML 1.2, not PyYAML's 1.1: ``1e-6`` is a number, ``yes``, ``off`` and ``1:30`` are strings. Types are exact: a
+bool is no int, a float with an integral value is no int; a float field takes ints and numeric strings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import Field, asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union
+
+import yaml
+
+from rlscale.config.schema import Config
+from rlscale.config.validate import ModelSizes, Violation, find_violations
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line each in ``violations``."""
+
+    def __init__(self, violations: Sequence[str]) -> None:
+        assert violations
+        self.violations = list(violations)
+        head = f"{len(violations)} errors in the configuration:\n  - " if len(violations) > 1 else "configuration: "
+        super().__init__(head + "\n  - ".join(self.violations))
+
+
+def load(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    spec: ModelSizes | None = None,
+    registries: Mapping[str, Collection[str]] | None = None,
+    validate: bool = False,
+) -> Config:
+    """The configuration in ``path`` with its bases and the overrides applied.
+
+    Args:
+        path: YAML file.
+        overrides: ``section.key=value`` each.
+        world_size, spec, registries: as for `rlscale.config.validate.check`; giving any of them implies ``validate``.
+        validate: look for contradictions between keys, too, and report them in the same error.
+
+    Raises:
+        ConfigError: with every unknown key, wrong type, value out of bounds and, on request, contradiction.
+    """
+    reader = _Reader()
+    tree = to_dict(Config())
+    reader.merge(tree, reader.read(Path(path)))
+    if reader.violations:  # a file that can't be read: whatever else could be said follows from its absence
+        raise ConfigError([v.message for v in reader.violations])
+    for override in overrides:
+        reader.override(tree, override)
+    config = reader.build(Config, tree, "")
+    found = reader.violations
+    if validate or world_size is not None or spec is not None or registries is not None:
+        contradictions = find_violations(config, world_size, spec=spec, registries=registries)
+        # a value that could not be read was replaced by its default: nothing is said about what follows from it
+        found += [v for v in contradictions if not any(_related(a, b) for a in v.keys for w in found for b in w.keys)]
+    if found:
+        raise ConfigError([v.message for v in found])
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as plain mappings, lists and scalars."""
+    return asdict(config)
+
+
+def save(config: Config, path: str | os.PathLike[str]) -> None:
+    """Write the resolved configuration as a YAML file that `load` reads back to an equal one."""
+    text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def parse_yaml(text: str) -> Any:
+    """A YAML document with this module's scalars. Raises yaml.YAMLError, also for duplicate keys."""
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values only
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2 scalars that refuses duplicate keys."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in seen:
+                problem = f"key {key_node.value!r} appears a second time, after line {seen[key_node.value]}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            seen[key_node.value] = line
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes strings as `_Loader` needs it, and writes no anchors."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (_Loader, _Dumper):
+    for _tag, _pattern, _first in (
+        ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+        ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
+        ("float", r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+                  r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+.0123456789"),
+        ("null", r"~|null|Null|NULL|", "~nN\0"),
+        ("merge", r"<<", "<"),
+    ):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"),
+                                     [c if c != "\0" else "" for c in _first])
+
+
+class _Reader:
+    """One reading of a configuration: collects violations and remembers which file or override set which key."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+        self.origin: dict[str, str] = {}
+
+    def say(self, key: str, message: str, origin: str | None = None) -> None:
+        origin = origin if origin is not None else self._origin(key)
+        self.violations.append(Violation((key,), f"{origin}: {message}" if origin else message))
+
+    def _origin(self, key: str) -> str:
+        while key:
+            if key in self.origin:
+                return self.origin[key]
+            key = key.rpartition(".")[0]
+        return ""
+
+    # ---- files
+
+    def read(self, path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
+        """The tree of a file, its bases merged in."""
+        tree = self._parse(path, children)
+        base = tree.pop("base", None)
+        if base is None:
+            return _Sourced.wrap(tree, str(path))
+        if not isinstance(base, str):
+            self.say("base", f"base must be the name of a YAML file, not {_show(base)}", str(path))
+            return _Sourced.wrap(tree, str(path))
+        below = path.parent / base
+        if below.resolve() in [p.resolve() for p in (*children, path)]:
+            self.say("base", f"base: {base} leads back to a file that is being read", str(path))
+            return _Sourced.wrap(tree, str(path))
+        merged = self.read(below, (*children, path))
+        _merge_sourced(merged, _Sourced.wrap(tree, str(path)))
+        return merged
+
+    def _parse(self, path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+        named_by = f" (base of {children[-1]})" if children else ""
+        try:
+            tree = parse_yaml(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            near = difflib.get_close_matches(path.name, _yaml_files(path.parent), 1)
+            hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+            self.say("", f"no such configuration file: {path}{named_by}{hint}", "")
+            return {}
+        except (OSError, UnicodeDecodeError) as error:
+            self.say("", f"{path}{named_by} cannot be read: {error}", "")
+            return {}
+        except yaml.YAMLError as error:
+            self.say("", f"{path}{_where(error)}: {_problem(error)}", "")
+            return {}
+        if tree is None:
+            return {}
+        if not isinstance(tree, dict):
+            self.say("", f"{path}: must hold a mapping of keys, not {_show(tree)}", "")
+            return {}
+        return tree
+
+    def merge(self, tree: dict[str, Any], other: dict[str, Any], prefix: str = "") -> None:
+        """Merge a sourced tree into a plain one, in place, and note origins."""
+        for key, node in other.items():
+            path = f"{prefix}{key}"
+            value = node
+            if isinstance(node, _Sourced):
+                self.origin[path] = node.name
+                value = node.value
+            if isinstance(value, dict) and isinstance(tree.get(key), dict):
+                self.merge(tree[key], value, f"{path}.")
+            else:
+                tree[key] = _plain(value)
+
+    # ---- overrides
+
+    def override(self, tree: dict[str, Any], text: str) -> None:
+        """Apply one ``key=value`` to the tree, in place."""
+        key, equals, raw = text.partition("=")
+        key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
+        origin = f"override {text!r}"
+        if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
+            self.say("", f"{origin} is not of the form section.key=value", "")
+            return
+        try:
+            value = parse_yaml(raw)
+        except yaml.YAMLError as error:
+            self.say(key, f"value is not valid YAML: {_problem(error)}", origin)
+            return
+        at: Any = tree
+        *parents, last = key.split(".")
+        for depth, name in enumerate([*parents, last]):
+            if isinstance(at, list):
+                if not name.isdigit() or int(name) >= len(at):
+                    where = ".".join(key.split(".")[:depth])
+                    self.say(key, f"{where} is a list of {len(at)}; {name!r} is not the number of an element", origin)
+                    return
+                index: Any = int(name)
+            elif isinstance(at, dict):
+                index = name
+            else:
+                where = ".".join(key.split(".")[:depth])
+                self.say(key, f"unknown key {key!r}: {where} holds a value, not a section", origin)
+                return
+            if depth == len(parents):
+                at[index] = value
+            elif isinstance(at, dict) and index not in at:
+                at[index] = {}
+                self.origin[".".join(key.split(".")[: depth + 1])] = origin
+                at = at[index]
+            else:
+                at = at[index]
+        self.origin = {k: v for k, v in self.origin.items() if not k.startswith(f"{key}.")}
+        self.origin[key] = origin
+
+    # ---- values
+
+    def build(self, cls: type, tree: Any, prefix: str) -> Any:
+        """A dataclass from a mapping; what is wrong is noted and replaced by the default."""
+        if not isinstance(tree, dict):
+            self.say(prefix, f"{prefix} must be a section (mapping of keys), not {_show(tree)}")
+            return cls()
+        known = {f.name: f for f in fields(cls)}
+        hints = typing.get_type_hints(cls)
+        for key in tree:
+            if key not in known:
+                path = f"{prefix}.{key}" if prefix else str(key)
+                self.say(path, f"unknown key {path!r}{_nearest(str(key), path, prefix, list(known))}")
+        values = {}
+        for name, f in known.items():
+            if name in tree:
+                path = f"{prefix}.{name}" if prefix else name
+                before = len(self.violations)
+                value = self.value(hints[name], tree[name], path)
+                if len(self.violations) == before:
+                    self.bounds(f, value, path)
+                if len(self.violations) == before or is_dataclass(value) or isinstance(value, list):
+                    values[name] = value
+        return cls(**values)
+
+    def value(self, tp: Any, value: Any, path: str) -> Any:
+        """``value`` as type ``tp``; a mismatch is noted."""
+        if tp is Any:
+            return value
+        if is_dataclass(tp):
+            return self.build(typing.cast(type, tp), value, path)
+        origin, args = typing.get_origin(tp), typing.get_args(tp)
+        if origin in (Union, types.UnionType):
+            inner = next(a for a in args if a is not type(None))
+            return None if value is None else self.value(inner, value, path)
+        if origin is list:
+            if not isinstance(value, list):
+                self.say(path, f"{path} must be a list, not {_show(value)}")
+                return []
+            return [self.value(args[0], v, f"{path}.{i}") for i, v in enumerate(value)]
+        if origin is dict:
+            if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
+                self.say(path, f"{path} must be a mapping with strings as keys, not {_show(value)}")
+                return {}
+            return value
+        return self.scalar(tp, value, path)
+
+    def scalar(self, tp: type, value: Any, path: str) -> Any:
+        """``value`` as bool, int, float or str; a mismatch is noted."""
+        if tp is float and isinstance(value, int | str) and not isinstance(value, bool):
+            try:
+                value = float(value)
+            except (ValueError, OverflowError):
+                pass
+        if type(value) is not tp:
+            hint = f"; write {int(value)}" if tp is int and isinstance(value, float) and value == int(value) else ""
+            self.say(path, f"{path} must be {_TYPE_NAMES[tp]}, not {_show(value)}{hint}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            self.say(path, f"{path} must be finite, not {value}")
+        return value
+
+    def bounds(self, f: Field[Any], value: Any, path: str) -> None:
+        """Note a value outside the field's choices or bounds."""
+        meta = f.metadata
+        if "choices" in meta and value not in meta["choices"]:
+            near = difflib.get_close_matches(str(value), [str(c) for c in meta["choices"]], 1)
+            listed = ", ".join("null" if c is None else str(c) for c in meta["choices"])
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.say(path, f"{path} must be one of {listed}, not {_show(value)}{hint}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return
+        for name, (words, holds) in _BOUNDS.items():
+            if name in meta and not holds(value, meta[name]):
+                self.say(path, f"{path} must be {words} {meta[name]}, not {value}")
+
+
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+_BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "min": ("at least", lambda v, b: v >= b),
+    "max": ("at most", lambda v, b: v <= b),
+    "above": ("above", lambda v, b: v > b),
+    "below": ("below", lambda v, b: v < b),
+}
+
+
+class _Sourced:
+    """A value of a file's tree together with the name of the file."""
+
+    def __init__(self, value: Any, name: str) -> None:
+        self.value = value
+        self.name = name
+
+    @classmethod
+    def wrap(cls, tree: dict[str, Any], name: str) -> dict[str, Any]:
+        return {k: cls(cls.wrap(v, name) if isinstance(v, dict) else v, name) for k, v in tree.items()}
+
+
+def _merge_sourced(tree: dict[str, Any], other: dict[str, Any]) -> None:
+    """Merge the child's tree into its base's, in place."""
+    for key, node in other.items():
+        below = tree.get(key)
+        if below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
+            _merge_sourced(below.value, node.value)
+        else:
+            tree[key] = node
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Sourced):
+        return _plain(value.value)
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _related(a: str, b: str) -> bool:
+    """True where one key is the other or a part of it."""
+    return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
+
+
+def _paths(cls: type, prefix: str = "") -> Iterator[str]:
+    """The dotted paths of all keys below a configuration dataclass."""
+    for name, tp in typing.get_type_hints(cls).items():
+        yield f"{prefix}{name}"
+        if is_dataclass(tp):
+            yield from _paths(typing.cast(type, tp), f"{prefix}{name}.")
+
+
+def _nearest(key: str, path: str, prefix: str, siblings: list[str]) -> str:
+    """A hint at what was meant: a sibling of nearly this name, the same name in another section, or a similar path."""
+    everywhere = list(_paths(Config))
+    same_name = [p for p in everywhere if p.rpartition(".")[2] == key]
+    near = [f"{prefix}.{s}" if prefix else s for s in difflib.get_close_matches(key, siblings, 1, 0.75)]
+    near = near or difflib.get_close_matches(path, same_name, 1, 0.0)
+    near = near or [f"{prefix}.{s}" if prefix else s for s in difflib.get_close_matches(key, siblings, 1)]
+    near = near or difflib.get_close_matches(path, everywhere, 1, 0.8)
+    return f"; did you mean {near[0]!r}?" if near else f"; {prefix or 'the top level'} has: {', '.join(siblings)}"
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (bool)"
+    if isinstance(value, dict):
+        return "a mapping"
+    text = repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def _yaml_files(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")) if folder.is_dir() else []
+
+
+def _where(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f", line {mark.line + 1}" if mark else ""
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """One line: what PyYAML has to say, without the excerpt."""
+    return getattr(error, "problem", None) or str(error).splitlines()[0]

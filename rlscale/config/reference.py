@@ -1,0 +1,94 @@
+"""The reference file `yamls/reference.yaml`, written from the schema: every key with its default, unit and bounds.
+
+    python -m rlscale.config.reference > yamls/reference.yaml
+
+A test checks that the file in the repository is what this module writes.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from typing import Any
+
+import yaml
+
+from rlscale.config.schema import Config
+
+WIDTH = 120
+HEAD = """\
+Every key of rlscale, with its default. A file of your own holds only what differs; it may start from another file
+with `base: other.yaml` (a path relative to the file), and any key can be set on the command line: section.key=value.
+Sizes say what they count (prompts, sequences, tokens) and where (global, or per rank).
+Written by `python -m rlscale.config.reference`: change the schema, not this file."""
+
+
+def reference() -> str:
+    """The text of yamls/reference.yaml."""
+    lines = [*_comment(HEAD, ""), "", *_section(Config, Config(), "")]
+    return "\n".join(lines) + "\n"
+
+
+def table(prefix: str = "") -> list[tuple[str, str, str]]:
+    """Rows (dotted key, default, help) of all keys below a section, for documentation."""
+    return list(_rows(Config, Config(), "", prefix))
+
+
+def _rows(cls: type, values: Any, path: str, prefix: str) -> Iterator[tuple[str, str, str]]:
+    for f in fields(cls):
+        key, value = f"{path}{f.name}", getattr(values, f.name)
+        if is_dataclass(value):
+            yield from _rows(type(value), value, f"{key}.", prefix)
+        elif key.startswith(prefix):
+            yield key, _scalar(value), f.metadata["help"] + _limits(f)
+
+
+def _section(cls: type, values: Any, indent: str) -> Iterator[str]:
+    hints = typing.get_type_hints(cls)
+    for f in fields(cls):
+        value = getattr(values, f.name)
+        if is_dataclass(value):
+            if not indent:
+                yield ""
+            yield from _comment(f.metadata["help"], indent)
+            yield f"{indent}{f.name}:"
+            yield from _section(type(value), value, indent + "  ")
+            continue
+        yield from _comment(f.metadata["help"] + _limits(f), indent)
+        yield f"{indent}{f.name}: {_scalar(value)}"
+        item = typing.get_args(hints[f.name])
+        if typing.get_origin(hints[f.name]) is list and is_dataclass(item[0]):
+            example = list(_section(typing.cast(type, item[0]), typing.cast(type, item[0])(), "    "))
+            keys = [line for line in example if not line.lstrip().startswith("#")]
+            comments = {k: f.metadata["help"] + _limits(f) for k, f in zip(keys, fields(typing.cast(type, item[0])), strict=True)}
+            for i, line in enumerate(keys):
+                shown = f"{indent}{'-' if i == 0 else ' '} {line.strip()}"
+                yield f"{indent}# {shown[len(indent):]:<24} # {comments[line]}"
+
+
+def _comment(text: str, indent: str) -> Iterator[str]:
+    for paragraph in text.split("\n"):
+        yield from textwrap.wrap(paragraph, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ",
+                                 break_long_words=False, break_on_hyphens=False)
+
+
+def _limits(f: Field[Any]) -> str:
+    """The choices or bounds of a field, as the end of its help text."""
+    meta = f.metadata
+    if "choices" in meta:
+        return f" [{' | '.join('null' if c is None else str(c) for c in meta['choices'])}]"
+    signs = {"min": ">=", "above": ">", "max": "<=", "below": "<"}
+    bounds = [f"{sign} {meta[name]}" for name, sign in signs.items() if name in meta]
+    return f" [{', '.join(bounds)}]" if bounds else ""
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, float) and "e" in repr(value):
+        return repr(value)  # PyYAML would write 1.0e-06
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("...").strip()
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,332 @@
+"""Contradictions between keys: what no single field can say about itself.
+
+`check` reports every violation at once; each names the keys, their values and what would work. What rlscale doesn't support
+is refused here, with the reason, so that it never becomes a hang or a wrong number.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rlscale.config.schema import ActorConfig, Config, CriticConfig, ParallelConfig, SourceConfig
+
+#: estimators that compare the responses to one prompt with each other: with one response there is nothing to compare
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "grpo_passk", "opo", "gpg", "remax", "maxrl")
+#: folders under which this project keeps its own files; a path below them is never a hub name
+LOCAL_FOLDERS = ("models", "runs", "checkpoints", "data", "outputs")
+LOGGERS = ("jsonl", "tensorboard")
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that is wrong: ``keys`` (dotted paths) that take part in it, and the line that tells the user."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+class ModelSizes(Protocol):
+    """What is asked about a model here (`rlscale.model.arch.ModelSpec` answers)."""
+
+    @property
+    def tied(self) -> bool: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def violations(self, key: str, tp: int, pp: int, sp: int = 1) -> list[str]: ...
+
+
+def check(
+    config: Config,
+    world_size: int | None = None,
+    *,
+    spec: ModelSizes | None = None,
+    registries: Mapping[str, Collection[str]] | None = None,
+) -> list[str]:
+    """Everything that is wrong with a configuration whose fields are right one by one; empty if it can run.
+
+    Args:
+        config: the configuration.
+        world_size: trainer processes of the run; None skips what depends on it.
+        spec: shapes of the model; None skips what depends on them.
+        registries: allowed names by key, e.g. ``{"algorithm.adv_estimator": [...]}``, for keys that name an entry of a
+            registry outside this package.
+    """
+    return [v.message for v in find_violations(config, world_size, spec=spec, registries=registries)]
+
+
+def find_violations(
+    config: Config,
+    world_size: int | None = None,
+    *,
+    spec: ModelSizes | None = None,
+    registries: Mapping[str, Collection[str]] | None = None,
+) -> list[Violation]:
+    """As `check`, with the keys of each violation."""
+    found = [
+        *_trainer(config),
+        *_models(config),
+        *_data(config),
+        *_batches("actor", config.actor, config),
+        *_layout("actor", config.actor.parallel, world_size, spec),
+        *_rollout(config, world_size, spec),
+        *_algorithm(config),
+        *_scorer(config),
+        *_registries(config, registries or {}),
+    ]
+    if uses_critic(config):
+        found += _batches("critic", config.critic, config)
+        critic_spec = spec if config.critic.path is None else None
+        found += _layout("critic", config.critic.parallel, world_size, critic_spec, own_head=True)
+    return found
+
+
+def uses_critic(config: Config) -> bool:
+    """True where the run trains a value model."""
+    return config.algorithm.adv_estimator == "gae"
+
+
+def uses_reference(config: Config) -> bool:
+    """True where the run needs the log-probs of the policy it started from."""
+    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _listed(numbers: list[int], near: int, count: int = 8) -> str:
+    """At most ``count`` of the numbers, those nearest to ``near``, ascending."""
+    return ", ".join(map(str, sorted(sorted(numbers, key=lambda x: (abs(x - near), x))[:count])))
+
+
+# ---- one function for each section
+
+
+def _trainer(c: Config) -> Iterator[Violation]:
+    t = c.trainer
+    for i, name in enumerate(t.logger):
+        if name not in LOGGERS:
+            yield Violation((f"trainer.logger.{i}",), f"trainer.logger: {name!r} is none of {', '.join(LOGGERS)}")
+    if t.test_freq > 0 and not c.data.val:
+        yield Violation(("trainer.test_freq", "data.val"), f"trainer.test_freq is {t.test_freq}, but data.val names no "
+                        "held-out prompts; add a source to data.val or set trainer.test_freq to 0")
+    if t.critic_warmup and not uses_critic(c):
+        yield Violation(("trainer.critic_warmup", "algorithm.adv_estimator"), f"trainer.critic_warmup is {t.critic_warmup}, "
+                        f"but adv_estimator {c.algorithm.adv_estimator} trains no critic; set it to 0 or adv_estimator to gae")
+    if t.total_training_steps is not None and 0 < t.total_training_steps <= t.critic_warmup:
+        yield Violation(("trainer.critic_warmup", "trainer.total_training_steps"), f"trainer.critic_warmup is "
+                        f"{t.critic_warmup}, so the actor would never be trained in total_training_steps {t.total_training_steps}")
+    run_dir = Path(t.run_dir).expanduser()
+    if not t.run_dir:
+        yield Violation(("trainer.run_dir",), "trainer.run_dir must name a folder")
+    elif run_dir.exists() and not run_dir.is_dir():
+        yield Violation(("trainer.run_dir",), f"trainer.run_dir: {t.run_dir} exists and is not a folder")
+
+
+def _models(c: Config) -> Iterator[Violation]:
+    if not c.model.path:
+        yield Violation(("model.path",), "model.path must name a Hugging Face folder or hub model")
+    folders = {"model.path": c.model.path, "model.tokenizer_path": c.model.tokenizer_path}
+    if uses_critic(c):
+        folders["critic.path"] = c.critic.path
+    for key, name in folders.items():
+        if not name:
+            continue
+        path = Path(name).expanduser()
+        is_file = key == "model.tokenizer_path" and path.is_file()
+        if not path.exists() and not is_hub_name(name):
+            hint = "; tools/prepare_model.py makes the quickstart's model" if key == "model.path" else ""
+            yield Violation((key,), f"{key}: no such folder: {name} (a hub name looks like org/name){hint}")
+        elif path.exists() and not path.is_dir() and not is_file:
+            yield Violation((key,), f"{key}: {name} is a file; a model is a folder with config.json and safetensors files")
+        elif path.is_dir() and key != "model.tokenizer_path" and not (path / "config.json").is_file():
+            yield Violation((key,), f"{key}: the folder {name} has no config.json, so it is no Hugging Face model")
+    template = c.model.chat_template
+    if template and "{" not in template and not Path(template).expanduser().is_file():
+        yield Violation(("model.chat_template",), f"model.chat_template: {template!r} is neither a Jinja template nor a file")
+
+
+def is_hub_name(name: str) -> bool:
+    """True where a model is to be looked up on the hub: ``name`` or ``org/name`` that is not meant as a local path."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
+        return False
+    first, slash, _ = name.partition("/")
+    return not (slash and (first in LOCAL_FOLDERS or Path(first).exists()))
+
+
+def _data(c: Config) -> Iterator[Violation]:
+    d = c.data
+    if not d.train:
+        yield Violation(("data.train",), "data.train names no source of prompts")
+    for part in ("train", "val"):
+        for i, source in enumerate(getattr(d, part)):
+            yield from _source(f"data.{part}.{i}", source)
+    if d.train and all(_procedural(s) for s in d.train):
+        size = sum(s.size for s in d.train)
+        if size < d.train_batch_size:
+            yield Violation(("data.train", "data.train_batch_size"), f"data.train_batch_size is {d.train_batch_size} prompts, "
+                            f"but the sources of data.train hold {size}; make them larger (size) or the batch smaller")
+    for i, train in enumerate(d.train):
+        for j, val in enumerate(d.val):
+            if _procedural(train) and _procedural(val) and _identity(train) == _identity(val) and train.seed == val.seed:
+                yield Violation((f"data.train.{i}.seed", f"data.val.{j}.seed"), f"data.train.{i} and data.val.{j} draw the same "
+                                f"prompts: {_identity(train)} with seed {train.seed}; give data.val.{j} another seed")
+            for name in sorted(set(train.files) & set(val.files)):
+                yield Violation((f"data.train.{i}.files", f"data.val.{j}.files"),
+                                f"data.train.{i} and data.val.{j} both read {name}: held-out prompts must not be trained on")
+
+
+def _procedural(s: SourceConfig) -> bool:
+    return (s.task or s.reasoning_gym) is not None
+
+
+def _identity(s: SourceConfig) -> str:
+    return f"task {s.task}" if s.task else f"reasoning_gym {s.reasoning_gym}"
+
+
+def _source(key: str, s: SourceConfig) -> Iterator[Violation]:
+    given = [n for n in ("task", "reasoning_gym", "files") if getattr(s, n)]
+    if len(given) != 1:
+        yield Violation((key,), f"{key} must set exactly one of task, reasoning_gym and files; "
+                        f"it sets {' and '.join(given) or 'none'}")
+    for i, name in enumerate(s.files):
+        if not name.endswith((".jsonl", ".json", ".parquet")):
+            yield Violation((f"{key}.files.{i}",), f"{key}.files: {name} is neither .jsonl (.json) nor .parquet")
+        elif not Path(name).expanduser().is_file():
+            yield Violation((f"{key}.files.{i}",), f"{key}.files: no such file: {name}")
+    if s.files and s.params:
+        yield Violation((f"{key}.params",), f"{key}.params are for procedural sources; {key} reads files")
+
+
+def _batches(role: str, a: ActorConfig | CriticConfig, c: Config) -> Iterator[Violation]:
+    """Mini-batches divide the batch; a micro-batch has room for the longest sample."""
+    batch, mini = c.data.train_batch_size, a.ppo_mini_batch_size
+    key = f"{role}.ppo_mini_batch_size"
+    if mini is not None and batch % mini:
+        bigger = [mini * k for k in (batch // mini, batch // mini + 1) if k]
+        yield Violation((key, "data.train_batch_size"), f"{key} {mini} does not divide data.train_batch_size {batch} (both in "
+                        f"prompts); {key} could be {_listed(_divisors(batch), mini)}, or data.train_batch_size "
+                        f"{_listed(bigger, batch)}")
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    if a.use_dynamic_bsz and a.ppo_max_token_len_per_gpu < longest:
+        key = f"{role}.ppo_max_token_len_per_gpu"
+        yield Violation((key, "data.max_prompt_length", "data.max_response_length"), f"{key} {a.ppo_max_token_len_per_gpu} has "
+                        f"no room for the longest sample, max_prompt_length {c.data.max_prompt_length} + max_response_length "
+                        f"{c.data.max_response_length} tokens; it must be at least {longest}")
+
+
+def _layout(role: str, p: ParallelConfig, world: int | None, spec: ModelSizes | None, own_head: bool = False) -> Iterator[Violation]:
+    """The parallel layout of one model: what fits the world, the model and DeepSpeed."""
+    key = f"{role}.parallel"
+    tp, pp, sp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.ulysses_sequence_parallel_size
+    tp_key, pp_key = f"{key}.tensor_model_parallel_size", f"{key}.pipeline_model_parallel_size"
+    sp_key, zero_key = f"{key}.ulysses_sequence_parallel_size", f"{key}.zero_stage"
+    if sp > 1:
+        yield Violation((sp_key,), f"{sp_key} is {sp}: Ulysses sequence parallelism comes with the next release; it must be 1")
+    if world is not None and world % (tp * pp):
+        fits = [d for d in _divisors(world)]
+        yield Violation((tp_key, pp_key), f"{key}: TP x PP = {tp} x {pp} = {tp * pp} does not divide the {world} processes of "
+                        f"this run; TP x PP could be {_listed(fits, tp * pp)}, or start a multiple of {tp * pp} processes")
+    if p.sequence_parallel and tp == 1:
+        yield Violation((f"{key}.sequence_parallel", tp_key), f"{key}.sequence_parallel splits what tensor parallelism leaves "
+                        f"whole and needs {tp_key} > 1, not 1; set one or the other")
+    if p.zero_stage == 3:
+        why = ("its broadcasts over the whole world inside the forward pass deadlock with pipeline stages" if pp > 1
+               else "it is not shown yet that it gives the same numbers here")
+        yield Violation((zero_key,), f"{zero_key} is 3: ZeRO-3 is refused, {why}; use 1 or 2")
+    if p.zero_stage == 2 and pp > 1 and spec is not None and spec.tied and not own_head:
+        yield Violation((zero_key, pp_key), f"{zero_key} is 2 with {pp_key} {pp}, and the model's input and output embeddings are "
+                        "tied: the gradient of the shared weight lives on two stages and ZeRO-2 has partitioned it before they "
+                        "can be added; use zero_stage 1")
+    if spec is not None:
+        for message in spec.violations(key, tp, pp, 1):
+            yield Violation((tp_key, pp_key), message)
+
+
+def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[Violation]:
+    r, key = c.rollout, "rollout.tensor_model_parallel_size"
+    tp = r.tensor_model_parallel_size
+    if world is not None and world % tp:
+        yield Violation((key,), f"{key} {tp} does not divide the {world} processes of this run; "
+                        f"it could be {_listed(_divisors(world), tp)}")
+    if spec is not None and (spec.heads % tp or (spec.kv_heads % tp and tp % spec.kv_heads)):
+        fits = [d for d in _divisors(spec.heads) if spec.kv_heads % d == 0 or d % spec.kv_heads == 0]
+        yield Violation((key,), f"{key} {tp} splits neither the model's {spec.heads} attention heads nor its {spec.kv_heads} "
+                        f"key-value heads evenly; it could be {_listed(fits, tp)}")
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    limit = r.engine_args.get("max_model_len")
+    if isinstance(limit, int) and limit < longest:
+        yield Violation(("rollout.engine_args", "data.max_prompt_length", "data.max_response_length"),
+                        f"rollout.engine_args.max_model_len {limit} is less than max_prompt_length + max_response_length, {longest}")
+    if spec is not None and 0 < spec.max_positions < longest:
+        yield Violation(("data.max_prompt_length", "data.max_response_length"), f"data.max_prompt_length + max_response_length is "
+                        f"{longest} tokens, but the model knows {spec.max_positions} positions")
+    if r.top_k == 0:
+        yield Violation(("rollout.top_k",), "rollout.top_k is 0: no token could be sampled; -1 switches top-k sampling off")
+    if r.val_n > 1 and r.val_temperature == 0:
+        yield Violation(("rollout.val_n", "rollout.val_temperature"), f"rollout.val_n is {r.val_n} with val_temperature 0: greedy "
+                        "responses to one prompt are all equal; set val_n to 1 or val_temperature above 0")
+
+
+def _algorithm(c: Config) -> Iterator[Violation]:
+    a, actor = c.algorithm, c.actor
+    if c.rollout.n == 1 and a.adv_estimator in GROUP_ESTIMATORS:
+        yield Violation(("rollout.n", "algorithm.adv_estimator"), f"rollout.n is 1, but adv_estimator {a.adv_estimator} compares "
+                        "the responses to one prompt with each other; set rollout.n to at least 2, or adv_estimator to gae")
+    if a.kl_ctrl.type == "adaptive" and not a.use_kl_in_reward:
+        yield Violation(("algorithm.kl_ctrl.type", "algorithm.use_kl_in_reward"), "algorithm.kl_ctrl.type is adaptive, but it "
+                        "controls the KL in the reward and use_kl_in_reward is false; set use_kl_in_reward to true")
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield Violation(("actor.loss_scale_factor", "actor.loss_agg_mode"), f"actor.loss_scale_factor is the C of loss_agg_mode "
+                        f"seq-mean-token-sum-norm and means nothing to {actor.loss_agg_mode}; leave it null")
+    optims = {"actor": actor.optim} | ({"critic": c.critic.optim} if uses_critic(c) else {})
+    for role, optim in optims.items():
+        if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
+            yield Violation((f"{role}.optim.betas",),
+                            f"{role}.optim.betas must be two numbers from 0 to below 1, not {optim.betas}")
+
+
+def _scorer(c: Config) -> Iterator[Violation]:
+    scorer = c.reward.scorer
+    for part in ("train", "val"):
+        for i, source in enumerate(getattr(c.data, part)):
+            if source.files and scorer is None:
+                yield Violation(("reward.scorer", f"data.{part}.{i}.files"), f"data.{part}.{i} reads files, which bring no scorer of "
+                                "their own; set reward.scorer to module:function")
+    if scorer is None:
+        if c.reward.scorer_args:
+            yield Violation(("reward.scorer_args", "reward.scorer"), "reward.scorer_args are given, but reward.scorer is null")
+        return
+    where, colon, function = scorer.rpartition(":")
+    is_file = where.endswith(".py")
+    named = is_file or re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", where) is not None
+    if not colon or not named or not function.isidentifier():
+        yield Violation(("reward.scorer",), f"reward.scorer: {scorer!r} is not of the form module:function or "
+                        "path/file.py:function")
+    elif is_file and not os.path.isfile(os.path.expanduser(where)):
+        yield Violation(("reward.scorer",), f"reward.scorer: no such file: {where}")
+
+
+def _registries(c: Config, registries: Mapping[str, Collection[str]]) -> Iterator[Violation]:
+    for key, names in registries.items():
+        value: object = c
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value not in names:
+            near = difflib.get_close_matches(str(value), names, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield Violation((key,), f"{key}: {value!r} is none of {', '.join(sorted(names))}{hint}")
