@@ -1,0 +1,127 @@
+"""How a run shows that it is alive: a display on a terminal, one plain line a step anywhere else. Rank 0 only."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import IO, Any
+
+#: (label, metric, format) of what is shown; a metric that a run doesn't have is left out
+SHOWN = (
+    ("reward", "critic/score/mean", ".3f"),
+    ("kl", "actor/kl_loss", ".4f"),
+    ("entropy", "actor/entropy", ".3f"),
+    ("length", "response_length/mean", ".1f"),
+    ("tokens/s", "perf/throughput", ".0f"),
+    ("s/step", "timing_s/step", ".1f"),
+)
+#: where the KL to the reference is found if it is in the reward instead of the loss
+KL_FALLBACKS = ("actor/reward_kl_penalty", "critic/kl", "actor/ppo_kl")
+
+
+class Progress:
+    """Shows step, reward, KL, entropy, response length, tokens/s and time left.
+
+    Args:
+        total_steps: of the run.
+        start: steps already done (a resumed run).
+        rank: of this process; on others than 0 nothing is shown.
+        stream: where to; default standard output.
+    """
+
+    def __init__(self, total_steps: int, start: int = 0, rank: int = 0, stream: IO[str] | None = None) -> None:
+        self._total, self._done, self._active = total_steps, start, rank == 0
+        self._stream = stream if stream is not None else sys.stdout
+        self._durations: deque[float] = deque(maxlen=20)
+        self._last = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+        if self._active and self._stream.isatty():
+            self._open_bar()
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"),
+                   TextColumn("[dim]{task.fields[phase]}"))
+        self._bar = Bar(*columns, console=Console(file=self._stream), refresh_per_second=4)
+        self._task = self._bar.add_task("", total=self._total, completed=self._done, phase="starting")
+        self._bar.start()
+
+    def phase(self, name: str) -> None:
+        """Show what the step is doing (terminal only)."""
+        if self._bar:
+            self._bar.update(self._task, phase=name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the numbers of a finished step."""
+        now = time.monotonic()
+        self._durations.append(now - self._last)
+        self._last = now
+        self._done = step
+        if not self._active:
+            return
+        left = duration(self.seconds_left())
+        if self._bar:
+            text = "  ".join(f"{label} [bold]{value}[/]" for label, value in shown(metrics))
+            self._bar.update(self._task, completed=step, description=f"{text}  left [bold]{left}[/]")
+        else:
+            text = " | ".join(f"{label} {value}" for label, value in shown(metrics))
+            self._write(f"step {step:>{len(str(self._total))}}/{self._total} | {text} | left {left}")
+
+    def message(self, text: str) -> None:
+        """A line of text, above the display if there is one."""
+        if not self._active:
+            return
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            self._write(text)
+
+    def restart_clock(self) -> None:
+        """Leave out what has passed since the last step (validation, saving) from the estimate of the time left."""
+        self._last = time.monotonic()
+
+    def seconds_left(self) -> float:
+        """Remaining steps times the median time of the last ones; 0 before the first."""
+        return (self._total - self._done) * statistics.median(self._durations) if self._durations else 0.0
+
+    def close(self) -> None:
+        """Take the display down; what was shown last stays on the screen."""
+        if self._bar:
+            self._bar.update(self._task, phase="")
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, number) pairs of the metrics that the display shows."""
+    out = []
+    for label, name, form in SHOWN:
+        names = (name, *KL_FALLBACKS) if label == "kl" else (name,)
+        value = next((metrics[n] for n in names if n in metrics), None)
+        if value is not None:
+            out.append((label, format(value, form)))
+    return out
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 0:42, 12:03 or 1:02:03."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{s:02d}" if hours else f"{minutes}:{s:02d}"

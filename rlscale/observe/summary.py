@@ -1,0 +1,85 @@
+"""What a run came to, in a few lines: made from its metrics.jsonl, printed, and saved as summary.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlscale.observe.progress import duration
+from rlscale.observe.writers import read_metrics
+
+ENDS = 5  # steps over which the first and the last rewards are averaged
+
+
+def summarize(run_dir: str | os.PathLike[str], seconds: float | None = None) -> dict[str, Any]:
+    """Summarise a run folder and write its summary.json.
+
+    Args:
+        run_dir: folder with metrics.jsonl.
+        seconds: wall-clock time of the whole run, start-up included; null in the summary if not known.
+
+    Returns:
+        ``steps``, ``samples``, ``tokens`` (of the policy), ``seconds``, ``step_seconds`` (sum over the steps),
+        ``tokens_per_second`` (in the steps), ``reward_first``/``reward_last`` (means over up to 5 steps at either end) and
+        ``accuracy``: for each held-out source and measure ``{"before": ..., "after": ...}``, before being null if the run did not
+        validate before training.
+
+    Raises:
+        ValueError: the folder has no readable metrics.jsonl.
+    """
+    records = read_metrics(run_dir)
+    training = [r for r in records if r["step"] > 0]
+    rewards = [r["critic/score/mean"] for r in training if "critic/score/mean" in r]
+    tokens = sum(r.get("batch/num_tokens", 0) for r in training)
+    step_seconds = sum(r.get("timing_s/step", 0.0) for r in training)
+    summary = {
+        "steps": len(training),
+        "samples": int(sum(r.get("batch/num_samples", 0) for r in training)),
+        "tokens": int(tokens),
+        "seconds": seconds,
+        "step_seconds": step_seconds,
+        "tokens_per_second": tokens / step_seconds if step_seconds else None,
+        "reward_first": _mean(rewards[:ENDS]),
+        "reward_last": _mean(rewards[-ENDS:]),
+        "accuracy": _accuracy(records),
+    }
+    path = Path(run_dir) / "summary.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return summary
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _accuracy(records: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Before (step 0) and after (the last step that has it), by held-out source and measure."""
+    out: dict[str, dict[str, float | None]] = {}
+    for record in records:
+        for name, value in record.items():
+            if match := re.fullmatch(r"val/(.+/(?:mean|best|maj)@\d+)", name):
+                entry = out.setdefault(match[1], {"before": None, "after": None})
+                entry["before" if record["step"] == 0 else "after"] = value
+    return out
+
+
+def print_summary(summary: dict[str, Any], write: Callable[[str], Any] = print) -> None:
+    """Print a summary, a line each."""
+
+    def number(value: float | None, form: str = ".3f") -> str:
+        return "-" if value is None else format(value, form)
+
+    write("summary")
+    for name, entry in summary["accuracy"].items():
+        write(f"  held-out {name}: {number(entry['before'])} before, {number(entry['after'])} after")
+    write(f"  training reward: {number(summary['reward_first'])} in the first steps, {number(summary['reward_last'])} in the last")
+    rate = number(summary["tokens_per_second"], ".0f")
+    write(f"  {summary['steps']} steps, {summary['samples']} samples, {summary['tokens']} tokens ({rate} tokens/s)")
+    total = "" if summary["seconds"] is None else f" of {duration(summary['seconds'])} in all"
+    write(f"  time: {duration(summary['step_seconds'])} in steps{total}")

@@ -1,0 +1,51 @@
+"""Wall-clock time of the phases of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+#: phases in the order of the step: keys ``timing_s/<phase>`` of the metrics
+PHASES = ("gen", "reward", "exchange", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "sync", "validate",
+          "save")
+
+
+class Timers:
+    """Adds up seconds by phase; phases may nest and repeat.
+
+    Args:
+        synchronize: called before each reading of the clock, so that work queued on a device is counted where it was started.
+        on_phase: called with the name of each phase as it begins, e.g. to show it.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None, on_phase: Callable[[str], None] | None = None) -> None:
+        self._synchronize = synchronize
+        self._on_phase = on_phase
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a ``with`` block as ``phase``, also when it raises."""
+        if self._on_phase:
+            self._on_phase(phase)
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self.add(phase, self._now() - begin)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Add time measured elsewhere, e.g. scoring that overlaps with generation."""
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """``timing_s/<phase>`` of everything since the last call, and start anew."""
+        taken = {f"timing_s/{phase}": seconds for phase, seconds in self._seconds.items()}
+        self._seconds = {}
+        return taken
+
+    def _now(self) -> float:
+        if self._synchronize:
+            self._synchronize()
+        return time.perf_counter()

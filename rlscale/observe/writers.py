@@ -1,0 +1,141 @@
+"""The files of a run folder: config.yaml, metrics.jsonl, TensorBoard events and rollouts/step_*.jsonl.
+
+metrics.jsonl is the run's record: one object a step, flushed before the next step begins, so that a killed run keeps
+everything it has shown. What reads it (plots, summary, tools) uses `read_metrics`, which also accepts a file that ends in the
+middle of a line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from rlscale.config import Config, save
+
+METRICS = "metrics.jsonl"
+#: what belongs to one run in a run folder; a new run moves it aside
+FILES = ("config.yaml", METRICS, "summary.json", "tensorboard", "rollouts", "plots")
+
+
+class RunWriter:
+    """Writes what a run leaves behind. On ranks other than 0 every method does nothing.
+
+    Args:
+        config: saved resolved as config.yaml; ``trainer.logger`` chooses the metric writers.
+        run_dir: made if needed. A new run (``resume_step`` None) moves the files of an earlier one to ``previous/<number>/``.
+        rank: of this process.
+        resume_step: last step of the state that the run continues from; records of later steps are dropped.
+
+    Raises:
+        ValueError: the folder cannot be made or written.
+    """
+
+    def __init__(self, config: Config, run_dir: str | os.PathLike[str], rank: int = 0, resume_step: int | None = None) -> None:
+        self.run_dir = Path(run_dir)
+        self._file: Any = None
+        self._tensorboard: Any = None
+        self._active = rank == 0
+        if not self._active:
+            return
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if resume_step is None:
+                _set_aside(self.run_dir)
+            else:
+                _drop_after(self.run_dir / METRICS, resume_step)
+            save(config, self.run_dir / "config.yaml")
+            if "jsonl" in config.trainer.logger:
+                self._file = open(self.run_dir / METRICS, "a", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"trainer.run_dir: {self.run_dir} cannot be written: {error.strerror or error}") from error
+        if "tensorboard" in config.trainer.logger:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge = None if resume_step is None else resume_step + 1
+            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
+
+    def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Record the metrics of a step (0: before training). Values that JSON doesn't know (nan, inf) become null."""
+        if not self._active:
+            return
+        values = {name: float(value) for name, value in metrics.items()}
+        if self._file:
+            record = {"step": step} | {n: v if math.isfinite(v) else None for n, v in values.items()}
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        if self._tensorboard:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+
+    def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path | None:
+        """Write rollouts/step_<step>.jsonl, one response a row; it appears whole or not at all. The path, on rank 0."""
+        if not self._active:
+            return None
+        path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        partial.replace(path)
+        return path
+
+    def close(self) -> None:
+        """Flush and close; further calls do nothing."""
+        if self._file:
+            self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        self._file = self._tensorboard = None
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl by step, ascending; several records of one step are merged, null values left out.
+
+    Raises:
+        ValueError: there is no such file, or a line other than the last is not a JSON object.
+    """
+    path = Path(run_dir) / METRICS
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in _records(path):
+        by_step.setdefault(record["step"], {}).update({k: v for k, v in record.items() if v is not None})
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The complete records of the file; a last line without its end (the run was killed) is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            record = json.loads(line)
+            records.append({**record, "step": int(record["step"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number}: not a metrics record: {error}") from error
+    return records
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Keep the complete records up to ``step``, by an atomic replacement."""
+    if not path.is_file():
+        return
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(r) + "\n" for r in _records(path) if r["step"] <= step), encoding="utf-8")
+    partial.replace(path)
+
+
+def _set_aside(run_dir: Path) -> None:
+    """Move the files of an earlier run in this folder to previous/<number>/."""
+    present = [run_dir / name for name in FILES if (run_dir / name).exists()]
+    if not present:
+        return
+    number = 1 + max((int(p.name) for p in run_dir.glob("previous/*") if p.name.isdigit()), default=0)
+    target = run_dir / "previous" / str(number)
+    target.mkdir(parents=True)
+    for path in present:
+        shutil.move(str(path), str(target / path.name))
