@@ -1,0 +1,166 @@
+"""The Megatron end of resharding: where each Hugging Face tensor lies in a Megatron-core GPT model split over ranks.
+
+Megatron fuses q, k, v of each key-value group ([q heads, k, v] group after group) and [gate; up] of each rank, pads the
+vocabulary, splits columns or rows over TP and layers over PP, and keeps a second copy of a tied embedding on the last
+stage. All of that is index arithmetic, written here once for loading, syncing and exporting alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlscale.cluster.mesh import ParallelDims
+from rlscale.model.arch import ModelSpec
+from rlscale.reshard.layout import Box, Layout, Piece, whole
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+VALUE_HEAD = "score.weight"
+
+
+def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Canonical tensors of a Llama, Mistral, Qwen2 or Qwen3 model, in checkpoint order, with their shapes.
+
+    A tied output weight is no tensor of its own. A critic has ``score.weight`` ``[1, hidden]`` in place of ``lm_head.weight``.
+    """
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab, spec.hidden)}
+    for number in range(spec.num_layers):
+        layer = f"model.layers.{number}."
+        shapes[layer + "input_layernorm.weight"] = (spec.hidden,)
+        for proj, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+            shapes[f"{layer}self_attn.{proj}.weight"] = (rows, spec.hidden)
+            if spec.qkv_bias:
+                shapes[f"{layer}self_attn.{proj}.bias"] = (rows,)
+        shapes[layer + "self_attn.o_proj.weight"] = (spec.hidden, q)
+        if spec.qk_norm:
+            shapes[layer + "self_attn.q_norm.weight"] = (spec.head_dim,)
+            shapes[layer + "self_attn.k_norm.weight"] = (spec.head_dim,)
+        shapes[layer + "post_attention_layernorm.weight"] = (spec.hidden,)
+        shapes[layer + "mlp.gate_proj.weight"] = (spec.ffn, spec.hidden)
+        shapes[layer + "mlp.up_proj.weight"] = (spec.ffn, spec.hidden)
+        shapes[layer + "mlp.down_proj.weight"] = (spec.hidden, spec.ffn)
+    shapes[FINAL_NORM] = (spec.hidden,)
+    if spec.value_head:
+        shapes[VALUE_HEAD] = (1, spec.hidden)
+    elif not spec.tied:
+        shapes[HEAD] = (spec.vocab, spec.hidden)
+    return shapes
+
+
+def hf_layout(spec: ModelSpec, rank: int = 0) -> Layout:
+    """Every canonical tensor whole on one rank under its own name: the layout of a Hugging Face folder."""
+    shapes = hf_shapes(spec)
+    return Layout(shapes, [Piece(name, rank, whole(s), name, whole(s)) for name, s in shapes.items()])
+
+
+def megatron_layout(spec: ModelSpec, dims: ParallelDims) -> Layout:
+    """Layout of the GPT model over ``dims``; keys are the names of ``named_parameters()`` on each rank's stage.
+
+    Data-parallel and Ulysses ranks are replicas: each holds all the pieces of its TP and PP place. Padding rows of the
+    vocabulary belong to no canonical tensor.
+
+    Raises:
+        ValueError: a dimension that TP or PP doesn't divide.
+    """
+    for what, size, parts in (
+        ("ffn size", spec.ffn, dims.tp),
+        ("attention heads", spec.heads, dims.tp),
+        ("rows of the fused qkv projection", (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dims.tp),
+        ("layers", spec.num_layers, dims.pp),
+    ):
+        if size % parts:
+            raise ValueError(f"{spec.architecture}: {size} {what} cannot be split over {parts} ranks")
+    shapes = hf_shapes(spec)
+    pieces = []
+    for pp in range(dims.pp):
+        for tp in range(dims.tp):
+            ranks = [dims.rank_of(tp=tp, sp=sp, dp=dp, pp=pp) for dp in range(dims.dp) for sp in range(dims.sp)]
+            for name, index, key, at in _stage(spec, shapes, dims, tp, pp):
+                pieces.extend(Piece(name, rank, index, key, at) for rank in ranks)
+    return Layout(shapes, pieces)
+
+
+Held = tuple[str, Box, str, Box]  # name, index, key, at
+
+
+def _stage(
+    spec: ModelSpec, shapes: dict[str, tuple[int, ...]], dims: ParallelDims, tp: int, pp: int
+) -> Iterator[Held]:
+    """What one pipeline stage holds at one TP rank, in the order of its layers."""
+    last = pp == dims.pp - 1
+    if pp == 0:
+        yield from _vocab(spec, EMBEDDING, "embedding.word_embeddings.weight", dims.tp, tp)
+    for local, number in enumerate(spec.layers_of_stage(pp, dims.pp)):
+        yield from _layer(spec, shapes, f"model.layers.{number}.", f"decoder.layers.{local}.", dims.tp, tp)
+    if last:
+        yield _replicated(shapes, FINAL_NORM, "decoder.final_layernorm.weight")
+        if spec.value_head:
+            yield _replicated(shapes, VALUE_HEAD, "value_head.weight")
+        elif not spec.tied:
+            yield from _vocab(spec, HEAD, "output_layer.weight", dims.tp, tp)
+        elif pp > 0:
+            yield from _vocab(spec, EMBEDDING, "output_layer.weight", dims.tp, tp)
+
+
+def _layer(
+    spec: ModelSpec, shapes: dict[str, tuple[int, ...]], hf: str, mcore: str, size: int, tp: int
+) -> Iterator[Held]:
+    attention = mcore + "self_attention."
+    yield _replicated(shapes, hf + "input_layernorm.weight", mcore + "input_layernorm.weight")
+    yield from _qkv(spec, hf + "self_attn.", attention + "linear_qkv.", "weight", size, tp)
+    if spec.qkv_bias:
+        yield from _qkv(spec, hf + "self_attn.", attention + "linear_qkv.", "bias", size, tp)
+    if spec.qk_norm:
+        yield _replicated(shapes, hf + "self_attn.q_norm.weight", attention + "q_layernorm.weight")
+        yield _replicated(shapes, hf + "self_attn.k_norm.weight", attention + "k_layernorm.weight")
+    yield _columns(shapes, hf + "self_attn.o_proj.weight", attention + "linear_proj.weight", size, tp)
+    yield _replicated(shapes, hf + "post_attention_layernorm.weight", mcore + "pre_mlp_layernorm.weight")
+    rows, width = spec.ffn // size, (0, spec.hidden)
+    mine = ((tp * rows, (tp + 1) * rows), width)
+    yield hf + "mlp.gate_proj.weight", mine, mcore + "mlp.linear_fc1.weight", ((0, rows), width)
+    yield hf + "mlp.up_proj.weight", mine, mcore + "mlp.linear_fc1.weight", ((rows, 2 * rows), width)
+    yield _columns(shapes, hf + "mlp.down_proj.weight", mcore + "mlp.linear_fc2.weight", size, tp)
+
+
+def _replicated(shapes: dict[str, tuple[int, ...]], name: str, key: str) -> Held:
+    box = whole(shapes[name])
+    return name, box, key, box
+
+
+def _columns(shapes: dict[str, tuple[int, ...]], name: str, key: str, size: int, tp: int) -> Held:
+    """A row-parallel weight: the input dimension (1) is split."""
+    out, width = shapes[name]
+    part = width // size
+    return name, ((0, out), (tp * part, (tp + 1) * part)), key, ((0, out), (0, part))
+
+
+def _vocab(spec: ModelSpec, name: str, key: str, size: int, tp: int) -> Iterator[Held]:
+    """Rows of the padded vocabulary; the last ranks may hold padding alone."""
+    rows = spec.padded_vocab(size) // size
+    start, stop = tp * rows, min((tp + 1) * rows, spec.vocab)
+    if start < stop:
+        width = (0, spec.hidden)
+        yield name, ((start, stop), width), key, ((0, stop - start), width)
+
+
+def _qkv(spec: ModelSpec, hf: str, mcore: str, leaf: str, size: int, tp: int) -> Iterator[Held]:
+    """The rank's rows of the fused projection: [q heads, k, v] of one key-value group after the other.
+
+    With more ranks than groups Megatron splits the same rows evenly, so that a rank may hold part of a group.
+    """
+    head = spec.head_dim
+    per_group = spec.heads // spec.kv_heads * head
+    rows = (per_group + 2 * head) * spec.kv_heads // size
+    first, last = tp * rows, (tp + 1) * rows
+    width = ((0, spec.hidden),) if leaf == "weight" else ()
+    fused = 0
+    for group in range(spec.kv_heads):
+        for proj, length in (("q_proj", per_group), ("k_proj", head), ("v_proj", head)):
+            lo, hi = max(fused, first), min(fused + length, last)
+            if lo < hi:
+                start = group * length + lo - fused
+                index, at = (start, start + hi - lo), (lo - first, hi - first)
+                yield f"{hf}{proj}.{leaf}", (index, *width), mcore + leaf, (at, *width)
+            fused += length

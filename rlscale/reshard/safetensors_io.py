@@ -1,0 +1,347 @@
+"""The Hugging Face folder as an end of resharding: ranks read only their slices of it, and any layout is written back to one.
+
+Reading touches the bytes of the wanted slices alone. Writing streams every tensor to one rank, a bounded bucket at a time,
+into a folder beside the wanted one, which takes its place by a rename once it is complete: an export that fails leaves
+the former one as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlscale.reshard.layout import Layout, Piece, volume, whole
+from rlscale.reshard.megatron import VALUE_HEAD
+from rlscale.reshard.plan import DEFAULT_BUCKET_BYTES, plan
+from rlscale.reshard.transport import Bucket, execute, region
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+READ_BYTES = 32 * 2**20  # a slice larger than this is read in parts
+SHARD_BYTES = 5 * 10**9
+TYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+COMPANIONS = (
+    "generation_config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "chat_template*", "additional_chat_templates",
+)  # fmt: skip
+
+
+# Reading ---------------------------------------------------------------------------------------------------------------
+
+
+def load_pieces(
+    folder: str | Path, pieces: Iterable[Piece], dest: Mapping[str, torch.Tensor], *,
+    shapes: Mapping[str, tuple[int, ...]], optional: Collection[str] = (),
+) -> set[str]:  # fmt: skip
+    """Fill this rank's local buffers from a Hugging Face folder, converting to their dtypes; not collective.
+
+    Elements of a buffer that belong to no piece (vocabulary padding) are set to zero.
+
+    Args:
+        folder: local folder with ``model.safetensors`` or shards and an index.
+        pieces: what this rank holds, ``layout.of_rank(rank)``.
+        dest: local buffers by key, e.g. ``dict(model.named_parameters())``; each must be the target of some piece.
+        shapes: canonical shapes of the whole model, ``layout.shapes``.
+        optional: tensors that the folder may lack (the value head of a new critic); their buffers stay untouched.
+
+    Returns:
+        The optional tensors that the folder lacks.
+
+    Raises:
+        ValueError: no such folder or file, a truncated file, a missing tensor, one of another shape or of a type that is
+            not floating point, or one that the architecture doesn't have. The message names it.
+    """
+    pieces = list(pieces)
+    files = _tensor_files(Path(folder))
+    _refuse_unknown(Path(folder), files, shapes)
+    by_file: dict[Path, list[Piece]] = {}
+    absent = set()
+    for piece in pieces:
+        if piece.key not in dest:
+            raise ValueError(f"{folder}: no local buffer {piece.key} for tensor {piece.name}")
+        if piece.name in files:
+            by_file.setdefault(files[piece.name], []).append(piece)
+        elif piece.name in optional:
+            absent.add(piece.name)
+        else:
+            raise ValueError(f"{folder}: tensor {piece.name} is missing")
+    _zero_padding(folder, pieces, dest, absent)
+    for path, wanted in by_file.items():
+        with _opened(path) as file:
+            for piece in wanted:
+                _read(path, file, piece, dest[piece.key], shapes[piece.name])
+    return absent
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """For every tensor of the folder the file that holds it."""
+    if not folder.is_dir():
+        raise ValueError(f"model folder does not exist: {folder}")
+    if (folder / INDEX).is_file():
+        try:
+            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+            files = {str(name): folder / str(file) for name, file in weight_map.items()}
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{folder / INDEX}: not an index of safetensors files ({error!r})") from None
+        for path in sorted(set(files.values())):
+            if not path.is_file():
+                raise ValueError(f"{folder / INDEX}: names a file that does not exist: {path.name}")
+        return files
+    if not (folder / SINGLE).is_file():
+        raise ValueError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
+    with _opened(folder / SINGLE) as file:
+        return {name: folder / SINGLE for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path}: cannot be read as safetensors, it may be truncated ({error})") from None
+
+
+def _refuse_unknown(folder: Path, names: Iterable[str], shapes: Mapping[str, Any]) -> None:
+    """A weight that would be dropped means another architecture or number of layers. Heads and rotary buffers may be."""
+    for name in sorted(names):
+        if name.startswith("model.") and name not in shapes and not name.endswith("rotary_emb.inv_freq"):
+            raise ValueError(f"{folder}: tensor {name} does not belong to the architecture of its config.json")
+
+
+def _zero_padding(
+    folder: str | Path, pieces: Iterable[Piece], dest: Mapping[str, torch.Tensor], absent: set[str]
+) -> None:
+    held: dict[str, int] = dict.fromkeys(dest, 0)
+    for piece in pieces:
+        held[piece.key] += volume(piece.at)
+    untouched = {piece.key for piece in pieces if piece.name in absent}
+    for key, elements in held.items():
+        if elements == 0:
+            raise ValueError(f"{folder}: no tensor of the model belongs to parameter {key}")
+        if elements < dest[key].numel() and key not in untouched:
+            dest[key].detach().zero_()
+
+
+def _read(path: Path, file: Any, piece: Piece, target: torch.Tensor, shape: tuple[int, ...]) -> None:
+    try:
+        stored = file.get_slice(piece.name)
+    except Exception as error:  # an index that names the wrong file
+        raise ValueError(f"{path}: tensor {piece.name} is missing ({error})") from None
+    if tuple(stored.get_shape()) != shape:
+        raise ValueError(f"{path}: tensor {piece.name} has shape {stored.get_shape()}, expected {list(shape)}")
+    if stored.get_dtype() not in TYPE_NAMES.values():
+        raise ValueError(f"{path}: tensor {piece.name} has type {stored.get_dtype()}, which cannot be converted")
+    row = 8 * volume(piece.index[1:])  # bytes, at most
+    start, stop = piece.index[0]
+    step = max(1, READ_BYTES // row)
+    for lo in range(start, stop, step):
+        part = piece.cut(((lo, min(lo + step, stop)), *piece.index[1:]))
+        values = stored[tuple(slice(a, b) for a, b in part.index)]
+        region(target, part).copy_(values)
+
+
+# Writing ---------------------------------------------------------------------------------------------------------------
+
+
+def export_hf(
+    folder: str | Path, layout: Layout, sources: Mapping[str, torch.Tensor], *, reference_folder: str | Path,
+    dtype: torch.dtype = torch.bfloat16, group: dist.ProcessGroup | None = None, writer: int = 0,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES, shard_bytes: int = SHARD_BYTES,
+) -> None:  # fmt: skip
+    """Write a model as a Hugging Face folder that transformers and vLLM open; collective over ``group``.
+
+    Args:
+        folder: replaced as a whole once the export is complete.
+        layout: of the model; ``sources`` are this rank's local buffers by its keys.
+        reference_folder: the folder the model came from: its configuration (with the new dtype), tokenizer, chat template
+            and generation configuration are copied.
+        writer: global rank that writes; it holds at most two buckets besides its own shards.
+        shard_bytes: a larger model is written as several files and an index.
+
+    Raises:
+        ValueError, OSError: on every rank, naming the folder and the reason (no reference, disk full, ...).
+    """
+    folder = Path(folder)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    destination = Layout(layout.shapes, [Piece(n, writer, whole(s), n, whole(s)) for n, s in layout.shapes.items()])
+    copies = plan(layout, destination, dtype=dtype, bucket_bytes=bucket_bytes)
+    output = _Folder(folder, layout.shapes, dtype, shard_bytes) if rank == writer else None
+    try:
+        _together(folder, writer, group, lambda: output and output.prepare(Path(reference_folder)))
+        device = next(iter(sources.values())).device
+        buffer = torch.empty(copies.buffer_bytes(rank), dtype=torch.uint8, device=device)
+        failure: Exception | None = None
+        for bucket in execute(copies, sources, [buffer], group=group):
+            if output is not None and failure is None:
+                try:
+                    output.write(bucket)
+                except OSError as error:  # the others are in the middle of sending: go on receiving, then tell them
+                    failure = error
+                    output.discard()
+        _together(folder, writer, group, lambda: output and output.publish(failure))
+    finally:
+        if output is not None:
+            output.discard()
+
+
+def _together(folder: Path, writer: int, group: dist.ProcessGroup | None, action: Any) -> None:
+    """Run an action of the writer; if it fails, raise the same error on every rank."""
+    failure: tuple[type[Exception], str] | None = None
+    cause: Exception | None = None
+    try:
+        action()
+    except (OSError, ValueError) as error:
+        cause = error
+        failure = (ValueError if isinstance(error, ValueError) else OSError, str(error))
+    if dist.is_initialized():
+        box = [failure]
+        dist.broadcast_object_list(box, src=writer, group=group)
+        failure = box[0]
+    if failure is not None:
+        raise failure[0](f"export to {folder} failed: {failure[1]}") from cause
+
+
+class _Folder:
+    """The folder under construction, on the writing rank."""
+
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shard_bytes: int):
+        self.final, self.shapes, self.dtype = folder, shapes, dtype
+        self.partial = folder.with_name(f".{folder.name}.partial")
+        self.old = folder.with_name(f".{folder.name}.old")
+        self.shards = _split(shapes, dtype.itemsize, shard_bytes)
+        self.files: dict[str, tuple[int, int]] = {}  # tensor -> open file, byte at which the tensor starts
+        self.missing = sum(volume(whole(shape)) for shape in shapes.values()) * dtype.itemsize
+
+    def prepare(self, reference: Path) -> None:
+        """Create the folder with everything but the weights."""
+        if not (reference / "config.json").is_file():
+            raise ValueError(f"reference folder has no config.json: {reference}")
+        if self.old.exists() and not self.final.exists():  # killed between the two renames of `publish`
+            self.old.rename(self.final)
+        for stale in (self.partial, self.old):
+            if stale.exists():
+                shutil.rmtree(stale)
+        self.partial.mkdir(parents=True)
+        (self.partial / "config.json").write_text(json.dumps(self._config(reference), indent=2) + "\n")
+        for pattern in COMPANIONS:
+            for path in sorted(reference.glob(pattern)):
+                if path.is_dir():
+                    shutil.copytree(path, self.partial / path.name, dirs_exist_ok=True)
+                else:
+                    shutil.copyfile(path, self.partial / path.name)
+        for name, tensors in self.shards.items():
+            self._open(name, tensors)
+        if len(self.shards) > 1:
+            total = {"total_size": self.missing}
+            weight_map = {tensor: name for name, tensors in self.shards.items() for tensor in tensors}
+            (self.partial / INDEX).write_text(json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n")
+
+    def _config(self, reference: Path) -> dict[str, Any]:
+        config = json.loads((reference / "config.json").read_text())
+        for key in {"dtype", "torch_dtype"} & set(config) or {"torch_dtype"}:  # both names are in use
+            config[key] = str(self.dtype).removeprefix("torch.")
+        if VALUE_HEAD in self.shapes:
+            config["architectures"] = [
+                name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or []
+            ]
+            config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}  # one label: a scalar
+        return config
+
+    def _open(self, name: str, tensors: list[str]) -> None:
+        """Write the header of one safetensors file: 8 bytes of length, then JSON with the place of every tensor."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        places, at = {}, 0
+        for tensor in tensors:
+            places[tensor] = at
+            stop = at + volume(whole(self.shapes[tensor])) * self.dtype.itemsize
+            header[tensor] = {
+                "dtype": TYPE_NAMES[self.dtype], "shape": list(self.shapes[tensor]), "data_offsets": [at, stop]
+            }  # fmt: skip
+            at = stop
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file = os.open(self.partial / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.files.update({tensor: (file, 8 + len(text) + place) for tensor, place in places.items()})
+        _write_at(file, 0, len(text).to_bytes(8, "little") + text)
+
+    def write(self, bucket: Bucket) -> None:
+        """Write the rows that a bucket completes. Every tensor comes in runs of whole rows, in one or more parts each."""
+        parts: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+        for piece, values in bucket.tensors():
+            parts.setdefault(piece.name, []).append((piece, values))
+        for name, of_tensor in parts.items():
+            first = min(piece.index[0][0] for piece, _ in of_tensor)
+            last = max(piece.index[0][1] for piece, _ in of_tensor)
+            rows = of_tensor[0][1]
+            if len(of_tensor) > 1:
+                rows = torch.empty((last - first, *self.shapes[name][1:]), dtype=self.dtype)
+                for piece, values in of_tensor:
+                    rows[tuple(slice(lo, hi) for lo, hi in _from_row(piece, first))] = values
+            file, start = self.files[name]
+            row_bytes = volume(whole(self.shapes[name][1:])) * self.dtype.itemsize
+            assert rows.numel() * self.dtype.itemsize == (last - first) * row_bytes, f"{name}: rows come whole"
+            data = rows.cpu().reshape(-1).view(torch.uint8).numpy()
+            _write_at(file, start + first * row_bytes, memoryview(data))
+            self.missing -= data.nbytes
+
+    def publish(self, failure: Exception | None) -> None:
+        """Put the finished folder in its place."""
+        if failure is not None:
+            raise failure
+        assert self.missing == 0, f"export lacks {self.missing} bytes"
+        self._close(sync=True)
+        if self.final.exists():
+            self.final.rename(self.old)
+        self.partial.rename(self.final)
+        shutil.rmtree(self.old, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove what is unfinished; nothing to do after `publish`."""
+        self._close(sync=False)
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _close(self, sync: bool) -> None:
+        for file in {file for file, _ in self.files.values()}:
+            if sync:
+                os.fsync(file)
+            os.close(file)
+        self.files = {}
+
+
+def _from_row(piece: Piece, first: int) -> tuple[tuple[int, int], ...]:
+    (lo, hi), rest = piece.index[0], piece.index[1:]
+    return ((lo - first, hi - first), *rest)
+
+
+def _split(shapes: Mapping[str, tuple[int, ...]], itemsize: int, shard_bytes: int) -> dict[str, list[str]]:
+    """Tensors by file, in order; a file closes before it would exceed ``shard_bytes``."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, shape in shapes.items():
+        nbytes = volume(whole(shape)) * itemsize
+        if groups[-1] and used + nbytes > shard_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def _write_at(file: int, offset: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
