@@ -1,0 +1,238 @@
+"""Advantage estimators on flat tokens, by name.
+
+Rules that hold for all of them: a token whose mask is 0 takes no part and has advantage 0; statistics are those of the
+whole batch that is given (global counts); a sequence without tokens, or with a reward that is not finite, is outside
+every statistic and has advantage 0; a group of one has no contrast, so its advantage is 0 in every group estimator; equal
+rewards give exactly 0. Arithmetic is in float64, the result has the dtype of the rewards.
+
+Rewards are per token; the outcome of a sequence is ``S_i = sum_t r_t`` over its policy tokens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlscale.algo.registry import Registry
+from rlscale.algo.segments import check_shapes, compress, reverse_scan, segment_sum, spread, whiten
+
+ADVANTAGES = Registry("advantage estimator")
+
+
+@dataclass
+class Advantages:
+    """``advantages``, ``returns``: ``[T]``. ``invalid_rows``: sequences whose reward is not finite.
+
+    ``metrics``: counts ``invalid_rewards``, ``singleton_groups`` (one usable sequence) and ``zero_std_groups`` (several, all
+    with the same outcome), ``groups``.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+    invalid_rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+
+
+@dataclass
+class Batch:
+    """What the estimators read. ``r``: ``[T]`` float64 rewards, 0 where ``valid`` is false."""
+
+    r: Tensor
+    valid: Tensor  # [T] bool: policy tokens of usable sequences
+    cu: Tensor  # [B+1]
+    group: Tensor  # [B] int64, 0..G-1
+    usable: Tensor  # [B] bool: at least one policy token, finite reward
+    values: Tensor | None = None  # [T]
+    baselines: Tensor | None = None  # [B]
+    components: Tensor | None = None  # [C, B]
+    old_logprobs: Tensor | None = None  # [T]
+    sum_pi_squared: Tensor | None = None  # [T]
+    is_weights: Tensor | None = None  # [T]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """``[B]`` float64 policy tokens."""
+        return segment_sum(self.valid.double(), self.cu)
+
+    @cached_property
+    def outcome(self) -> Tensor:
+        """``[B]`` float64 ``S_i``."""
+        return segment_sum(self.r, self.cu)
+
+    @cached_property
+    def groups(self) -> int:
+        return int(self.group.max()) + 1 if self.group.numel() else 0
+
+    def per_group(self, x: Tensor) -> Tensor:
+        """Sum of ``x`` ``[B]`` over the usable sequences of each group: ``[G]``."""
+        x = torch.where(self.usable, x, x.new_zeros(()))
+        return x.new_zeros(self.groups).index_add_(0, self.group, x)
+
+    @cached_property
+    def size(self) -> Tensor:
+        """``[B]`` float64 usable sequences in the group of each sequence."""
+        return self.per_group(torch.ones_like(self.outcome))[self.group]
+
+    @cached_property
+    def contrast(self) -> Tensor:
+        """``[B]`` bool: usable, in a group of at least two usable ones."""
+        return self.usable & (self.size > 1)
+
+    def shifted(self, score: Tensor) -> Tensor:
+        """``score`` less its group's minimum: equal scores become exactly 0 before any mean is taken. ``[B]``."""
+        score = torch.where(self.usable, score, score.new_full((), torch.inf))
+        low = score.new_full((self.groups,), torch.inf).scatter_reduce_(0, self.group, score, "amin")
+        return torch.where(self.usable, score - low[self.group], score.new_zeros(()))
+
+    def centred(self, score: Tensor) -> Tensor:
+        """``score - mean`` of the group; 0 without contrast. ``[B]``."""
+        x = self.shifted(score)
+        x = x - self.per_group(x)[self.group] / self.size.clamp(min=1.0)
+        return torch.where(self.contrast, x, x.new_zeros(()))
+
+    def group_std(self, score: Tensor) -> Tensor:
+        """Unbiased standard deviation of the group of each sequence; 0 without contrast. ``[B]``."""
+        x = self.centred(score)
+        return (self.per_group(x.square())[self.group] / (self.size - 1.0).clamp(min=1.0)).sqrt()
+
+    def to_tokens(self, row: Tensor) -> Tensor:
+        """``[B]`` -> ``[T]``, 0 at tokens that take no part."""
+        tokens = spread(row, self.cu)
+        return torch.where(self.valid, tokens, tokens.new_zeros(()))
+
+    def discounted(self, gamma: float) -> Tensor:
+        """``G_t = r_t + gamma G_next`` over policy tokens (others are no step and no discount). ``[T]``."""
+        if bool(self.valid.all()):
+            return reverse_scan(self.r, gamma, self.cu)
+        at, cu = compress(self.valid, self.cu)
+        out = torch.zeros_like(self.r)
+        out[at] = reverse_scan(self.r[at], gamma, cu)
+        return out
+
+
+def estimate_advantages(name: str, *, token_rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, group: Tensor | None = None,
+                        values: Tensor | None = None, gamma: float = 1.0, lam: float = 1.0, norm_by_std: bool = True,
+                        baselines: Tensor | None = None, components: Tensor | None = None,
+                        old_logprobs: Tensor | None = None, sum_pi_squared: Tensor | None = None,
+                        is_weights: Tensor | None = None, on_invalid: str = "exclude", **args: Any) -> Advantages:
+    """Advantages and returns of a whole batch under the named estimator.
+
+    Args:
+        token_rewards, mask: ``[T]``; cu_seqlens: ``[B+1]``; group: ``[B]`` integers, equal for responses to one prompt.
+        values: ``[T]`` (gae). baselines: ``[B]`` (remax: reward of the greedy response). components: ``[C, B]`` (gdpo).
+        old_logprobs, sum_pi_squared, is_weights: ``[T]`` (optimal_token_baseline).
+        gamma: discount a policy token; lam: lambda of GAE; norm_by_std: divide by the group's deviation.
+        on_invalid: a reward that is not finite is left out with a warning that names it (``exclude``), or an ``error``.
+        args: further arguments of this estimator.
+
+    Raises:
+        ValueError: unknown estimator or argument, shapes that disagree, a needed input is missing, invalid reward.
+    """
+    check_shapes(cu_seqlens, per_token={"token_rewards": token_rewards, "mask": mask, "values": values, "is_weights": is_weights,
+                                        "old_logprobs": old_logprobs, "sum_pi_squared": sum_pi_squared},
+                 per_sequence={"group": group, "baselines": baselines})
+    rows = cu_seqlens.numel() - 1
+    if components is not None and (components.dim() != 2 or components.shape[1] != rows):
+        raise ValueError(f"components has shape {tuple(components.shape)}, but there are {rows} sequences ([C, {rows}] is needed)")
+    kwargs = ADVANTAGES.arguments(name, {"gamma": gamma, "lam": lam, "norm_by_std": norm_by_std}, args)
+    if group is None:
+        group = torch.arange(rows, device=mask.device)
+    valid = mask > 0
+    r = torch.where(valid, token_rewards.double(), 0.0)
+    finite = torch.isfinite(segment_sum(r, cu_seqlens))
+    if components is not None:
+        finite &= torch.isfinite(components).all(0)
+    invalid = (~finite).nonzero().squeeze(1)
+    if invalid.numel():
+        message = f"{invalid.numel()} of {rows} rewards are not finite: sequences {invalid.tolist()[:20]}"
+        if on_invalid == "error":
+            raise ValueError(message)
+        warnings.warn(message + "; they are left out", stacklevel=2)
+        valid = valid & spread(finite, cu_seqlens)
+        r = torch.where(valid, r, 0.0)
+    has_tokens = segment_sum(valid.double(), cu_seqlens) > 0
+    batch = Batch(r, valid, cu_seqlens, torch.unique(group, return_inverse=True)[1], finite & has_tokens, values, baselines,
+                  components, old_logprobs, sum_pi_squared, is_weights)
+    advantages, returns = ADVANTAGES.get(name)(batch, **kwargs)
+    dtype = token_rewards.dtype if token_rewards.is_floating_point() else torch.float32
+    return Advantages(advantages.to(dtype), returns.to(dtype), _group_metrics(batch, invalid), invalid)
+
+
+def _group_metrics(b: Batch, invalid: Tensor) -> dict[str, float]:
+    """Counts of the groups that give no signal."""
+    ones = torch.ones_like(b.outcome)
+    size = b.per_group(ones)
+    spread_ = b.per_group(b.shifted(b.outcome))
+    return {"invalid_rewards": float(invalid.numel()), "groups": float((size > 0).sum()),
+            "singleton_groups": float((size == 1).sum()), "zero_std_groups": float(((size > 1) & (spread_ == 0)).sum())}
+
+
+def _need(x: Tensor | None, name: str, estimator: str) -> Tensor:
+    if x is None:
+        raise ValueError(f"advantage estimator {estimator} needs {name}")
+    return x
+
+
+@ADVANTAGES.register("gae")
+def gae(b: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten_advantages: bool = True) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016) over policy tokens; returns ``A + V``.
+
+    ``delta_t = r_t + gamma V_next - V_t``, ``A_t = delta_t + gamma lam A_next``, "next" being the next policy token.
+    """
+    values = _need(b.values, "values", "gae")
+    at, cu = compress(b.valid, b.cu)
+    v = values[at].double()
+    following = torch.zeros_like(v)
+    following[:-1] = v[1:]
+    following[cu[1:][cu.diff() > 0] - 1] = 0.0
+    advantage = reverse_scan(b.r[at] + gamma * following - v, gamma * lam, cu)
+    out, returns = torch.zeros_like(b.r), torch.zeros_like(b.r)
+    out[at], returns[at] = advantage, advantage + v
+    return (whiten(out, b.valid) if whiten_advantages else out), returns
+
+
+@ADVANTAGES.register("grpo")
+def grpo(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Group-relative outcome (Shao et al. 2024, DeepSeekMath): ``(S - mean) / (std + eps)``.
+
+    ``norm_by_std`` false: ``S - mean`` (Dr. GRPO, Liu et al. 2025).
+    """
+    a = b.centred(b.outcome)
+    if norm_by_std:
+        a = a / (b.group_std(b.outcome) + eps)
+    tokens = b.to_tokens(a)
+    return tokens, tokens
+
+
+@ADVANTAGES.register("rloo")
+def rloo(b: Batch) -> tuple[Tensor, Tensor]:
+    """Leave-one-out baseline (Ahmadian et al. 2024): ``S - mean of the others = n/(n-1) (S - mean)``."""
+    tokens = b.to_tokens(b.centred(b.outcome) * b.size / (b.size - 1.0).clamp(min=1.0))
+    return tokens, tokens
+
+
+@ADVANTAGES.register("reinforce")
+def reinforce(b: Batch, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Discounted return (Williams 1992), no baseline."""
+    returns = b.discounted(gamma)
+    return returns, returns
+
+
+@ADVANTAGES.register("reinforce_plus_plus")
+def reinforce_plus_plus(b: Batch, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (Hu 2025): discounted return, whitened over all tokens of the batch."""
+    returns = b.discounted(gamma)
+    return whiten(returns, b.valid), returns
+
+
+@ADVANTAGES.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(b: Batch) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ with the group mean as baseline (Hu 2025): ``S - mean``, whitened over the tokens with contrast."""
+    tokens = b.to_tokens(b.centred(b.outcome))
+    tokens = whiten(tokens, b.valid & spread(b.contrast, b.cu))
+    return tokens, tokens

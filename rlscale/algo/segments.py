@@ -1,0 +1,105 @@
+"""Arithmetic on flat tokens cut into sequences by ``cu_seqlens``: sums, broadcasts and first-order recurrences.
+
+A flat batch has ``T`` tokens of ``B`` sequences; sequence ``i`` is ``[cu_seqlens[i], cu_seqlens[i+1])``. Nothing here pads,
+and nothing depends on how the sequences are ordered or divided, except through the rounding of sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 32  # tokens a block of the blocked scan
+
+
+def check_shapes(cu_seqlens: Tensor, *, per_token: dict[str, Tensor | None], per_sequence: dict[str, Tensor | None] | None = None) -> None:
+    """Every named tensor is 1-D with one entry a token (or a sequence); ``None`` is skipped.
+
+    Raises:
+        ValueError: names the tensor, its shape and the shape it should have.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(f"cu_seqlens must be 1-D with at least one entry, got shape {tuple(cu_seqlens.shape)}")
+    tokens, sequences = int(cu_seqlens[-1]), cu_seqlens.numel() - 1
+    for name, x in per_token.items():
+        if x is not None and tuple(x.shape) != (tokens,):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, but there are {tokens} tokens ([{tokens}] is needed)")
+    for name, x in (per_sequence or {}).items():
+        if x is not None and tuple(x.shape) != (sequences,):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, but there are {sequences} sequences "
+                             f"(one entry for each is needed)")
+
+
+def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum over each sequence. ``x``: ``[T]`` -> ``[B]``; 0 for an empty sequence. Differentiable."""
+    if x.numel() == 0:
+        return x.new_zeros(cu_seqlens.numel() - 1)
+    return torch.segment_reduce(x, "sum", offsets=cu_seqlens)
+
+
+def spread(row: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Value of its sequence at each token. ``row``: ``[B]`` -> ``[T]``."""
+    return torch.repeat_interleave(row, cu_seqlens.diff(), output_size=int(cu_seqlens[-1]))
+
+
+def masked_sum(x: Tensor, valid: Tensor) -> Tensor:
+    """Scalar sum over valid tokens; whatever stands at the others (NaN included) reaches neither value nor gradient."""
+    return torch.where(valid, x, x.new_zeros(())).sum()
+
+
+def compress(valid: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the valid tokens ``[N]`` and the ``cu_seqlens`` ``[B+1]`` of the stream that holds them alone."""
+    count = torch.zeros(valid.numel() + 1, dtype=torch.int64, device=valid.device)
+    torch.cumsum(valid, 0, out=count[1:])
+    return valid.nonzero().squeeze(1), count[cu_seqlens]
+
+
+def reverse_scan(x: Tensor, decay: float, cu_seqlens: Tensor) -> Tensor:
+    """``y_t = x_t + decay * y_{t+1}`` within each sequence (0 beyond its end), in a few passes over memory.
+
+    The stream is cut into blocks of 32 tokens that are scanned side by side; the carries between blocks are the same
+    recurrence, 32 times shorter. ``x``: ``[T]`` -> ``[T]``.
+    """
+    if decay == 0.0 or x.numel() == 0:
+        return x.clone()
+    coefficient = torch.full_like(x, decay)
+    ends = cu_seqlens[1:][cu_seqlens.diff() > 0] - 1
+    coefficient[ends] = 0.0
+    return _scan(coefficient.flip(0), x.flip(0)).flip(0)
+
+
+def _scan(c: Tensor, x: Tensor) -> Tensor:
+    """``y_t = x_t + c_t y_{t-1}``, ``y_{-1} = 0``. ``[n]`` -> ``[n]``."""
+    n = x.numel()
+    if n <= _BLOCK:
+        y = x.tolist()
+        for t, k in enumerate(c.tolist()[1:], 1):
+            y[t] += k * y[t - 1]
+        return torch.tensor(y, dtype=x.dtype, device=x.device)
+    blocks = -(-n // _BLOCK)
+    pad = blocks * _BLOCK - n
+    ys = torch.nn.functional.pad(x, (0, pad)).view(blocks, _BLOCK).t().contiguous()
+    cs = torch.nn.functional.pad(c, (0, pad)).view(blocks, _BLOCK).t().contiguous()
+    for j in range(1, _BLOCK):  # afterwards: ys = scan inside the block, cs = product of the coefficients up to here
+        ys[j].addcmul_(cs[j], ys[j - 1])
+        cs[j].mul_(cs[j - 1])
+    carry = torch.zeros_like(ys[-1])
+    carry[1:] = _scan(cs[-1], ys[-1])[:-1]
+    ys.addcmul_(cs, carry)
+    return ys.t().reshape(-1)[:n]
+
+
+def whiten(x: Tensor, valid: Tensor, eps: float = 1e-8) -> Tensor:
+    """Mean 0 and (unbiased) variance 1 over the valid tokens, 0 at the others.
+
+    One valid token, none, or equal values give exactly 0: the values are shifted by their minimum before the mean is
+    taken, so that a constant leaves no rounding residue to be divided by a tiny deviation. ``x``: ``[T]`` -> ``[T]``.
+    """
+    chosen = x[valid]
+    out = torch.zeros_like(x)
+    if chosen.numel() < 2:
+        return out
+    chosen = chosen - chosen.min()
+    chosen = chosen - chosen.mean()
+    out[valid] = chosen * torch.rsqrt(chosen.square().sum() / (chosen.numel() - 1) + eps)
+    return out

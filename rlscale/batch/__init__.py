@@ -1,0 +1,1 @@
+"""Flat batches of experience, their loss weights, and their division into ranks and micro-batches."""

@@ -1,0 +1,145 @@
+"""Cutting a batch into micro-batches that never exceed a token budget, as few as a good packer finds, evenly over ranks.
+
+A unit of work is a prompt with some of its responses. With a shared prefix the prompt is computed once for all of them, so a
+unit costs its prompt plus its responses, and the responses of one prompt are kept together where the budget allows;
+without it each response is a unit that costs its prompt plus itself. Units are divided over ranks by cost, then packed on
+each rank, largest first into the fullest micro-batch that still has room. Ranks with fewer micro-batches get empty ones, so
+that every rank takes part in every collective call.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlscale.batch.balance import balanced_partition
+from rlscale.batch.types import PackedBatch
+
+_ACCEPTABLE_IMBALANCE = 1.05  # max / mean over ranks above which groups are divided
+
+
+def pack_by_budget(costs: Sequence[int], budget: int) -> list[list[int]]:
+    """Item numbers of each bin: no bin above ``budget``, few bins (best-fit decreasing).
+
+    Raises:
+        ValueError: an item alone is above the budget; names it.
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending
+    for i in np.argsort(-np.asarray(costs, dtype=np.int64), kind="stable").tolist():
+        cost = int(costs[i])
+        if cost > budget:
+            raise ValueError(f"sample {i} has {cost} tokens, more than the budget of {budget} tokens a micro-batch")
+        at = bisect.bisect_left(room, (cost, -1))
+        if at == len(room):
+            bins.append([i])
+            bisect.insort(room, (budget - cost, len(bins) - 1))
+        else:
+            free, k = room.pop(at)
+            bins[k].append(i)
+            bisect.insort(room, (free - cost, k))
+    return bins
+
+
+def plan_micro_batches(batch: PackedBatch, num_ranks: int, *, max_tokens: int | None, max_sequences: int | None,
+                       share_prefix: bool) -> list[list[Tensor]]:
+    """``[rank][micro-batch]`` -> rows ``[b]`` int64 of the batch, ascending.
+
+    Every row stands exactly once; every rank has the same number of micro-batches, some of them possibly empty.
+
+    Args:
+        batch: the global mini-batch; num_ranks: data-parallel ranks.
+        max_tokens: prompt and response tokens a micro-batch; ``None``: no limit. max_sequences: rows a micro-batch.
+        share_prefix: the prompt of several rows counts (and is computed) once a micro-batch.
+
+    Raises:
+        ValueError: neither limit given or below 1, or one row alone exceeds ``max_tokens`` (named).
+    """
+    if num_ranks < 1 or (max_tokens is None and max_sequences is None):
+        raise ValueError(f"micro-batches need num_ranks >= 1 and a limit, got {num_ranks}, {max_tokens}, {max_sequences}")
+    for name, limit in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be at least 1, got {limit}")
+    response = batch.response_lengths.tolist()
+    prompt = batch.prompt_lengths[batch.group].tolist()
+    for row, (p, r) in enumerate(zip(prompt, response, strict=True)):
+        if max_tokens is not None and p + r > max_tokens:
+            raise ValueError(f"sample {row} has {p + r} tokens (prompt {p}, response {r}), more than the budget of {max_tokens} "
+                             f"tokens a micro-batch")
+    units = _units(batch.group.tolist(), prompt, response, max_tokens, max_sequences, share_prefix)
+
+    def cost(rows: list[int]) -> int:
+        return prompt[rows[0]] + sum(response[r] for r in rows)
+
+    units, ranks = _divide(units, cost, num_ranks)
+    plans = [[[r for u in micro for r in units[u]] for micro in _pack(part, units, cost, max_tokens, max_sequences)]
+             for part in ranks]
+    count = max((len(p) for p in plans), default=0)
+    return [[torch.tensor(sorted(rows), dtype=torch.int64) for rows in p + [[]] * (count - len(p))] for p in plans]
+
+
+def _units(group: list[int], prompt: list[int], response: list[int], max_tokens: int | None, max_sequences: int | None,
+           share_prefix: bool) -> list[list[int]]:
+    """Rows of each unit; a group above a limit is packed into several units."""
+    if not share_prefix:
+        return [[r] for r in range(len(group))]
+    by_group: dict[int, list[int]] = {}
+    for row, g in enumerate(group):
+        by_group.setdefault(g, []).append(row)
+    units: list[list[int]] = []
+    for rows in by_group.values():
+        pieces = [rows]
+        if max_tokens is not None:
+            free = max_tokens - prompt[rows[0]]
+            pieces = [[rows[k] for k in piece] for piece in pack_by_budget([response[r] for r in rows], free)]
+        size = max_sequences or len(rows)
+        units += [piece[k:k + size] for piece in pieces for k in range(0, len(piece), size)]
+    return units
+
+
+def _divide(units: list[list[int]], cost, num_ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Units (some of them halved) and the unit numbers of each rank; halved while the ranks are uneven and it helps."""
+    def attempt(units: list[list[int]]) -> tuple[int, list[list[int]]]:
+        costs = [cost(u) for u in units]
+        parts = balanced_partition(costs, num_ranks)
+        return max((sum(costs[u] for u in p) for p in parts), default=0), parts
+
+    heaviest, parts = attempt(units)
+    while num_ranks > 1:
+        total = sum(cost(u) for u in units)
+        if heaviest * num_ranks <= _ACCEPTABLE_IMBALANCE * total:
+            break
+        widest = max((u for u in range(len(units)) if len(units[u]) > 1), key=lambda u: cost(units[u]), default=None)
+        if widest is None:
+            break
+        rows = units[widest]
+        halves = balanced_partition([cost([r]) for r in rows], 2)
+        trial = units[:widest] + units[widest + 1:] + [[rows[k] for k in half] for half in halves]
+        lighter, trial_parts = attempt(trial)
+        if lighter >= heaviest:
+            break
+        units, heaviest, parts = trial, lighter, trial_parts
+    return units, parts
+
+
+def _pack(part: list[int], units: list[list[int]], cost, max_tokens: int | None, max_sequences: int | None) -> list[list[int]]:
+    """Unit numbers of each micro-batch of one rank."""
+    order = sorted(part, key=lambda u: (-cost(units[u]), u))
+    bins: list[list[int]] = []
+    used: list[tuple[int, int]] = []
+    for u in order:
+        c, n = cost(units[u]), len(units[u])
+        fits = [k for k, (tokens, rows) in enumerate(used) if (max_tokens is None or tokens + c <= max_tokens)
+                and (max_sequences is None or rows + n <= max_sequences)]
+        if fits:
+            k = max(fits, key=lambda k: used[k][0])
+            bins[k].append(u)
+            used[k] = (used[k][0] + c, used[k][1] + n)
+        else:
+            bins.append([u])
+            used.append((c, n))
+    return bins

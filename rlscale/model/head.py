@@ -1,0 +1,254 @@
+"""Log-prob and entropy of given tokens straight from hidden states: the output layer, in chunks, over the TP group.
+
+A vocabulary of 150,000 makes the logits of a long batch the largest tensor of a training step, although the loss needs one
+number a token. Here at most ``chunk`` tokens of logits exist at a time: the forward pass keeps a few numbers a token, and the
+backward pass computes each chunk's logits again. The chunk that the forward pass sees last is not computed twice: backward
+starts with it, so it is kept as unnormalised probabilities in the working dtype (a batch of one chunk costs three matrix
+products, not four).
+
+Matrix products are in the input's dtype. The softmax is in float32, a few rows at a time so that they stay in the cache. Its
+gradient needs no pass over the logits' full size: with ``e = exp(z - max)``, ``s = sum e`` and upstream gradient ``g``,
+``d(g log p_y)/dz = (g / s) (s [y] - e)``, and the factor ``g / s`` of a row moves to the small side of both products.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_CACHE_BYTES = 2 << 20  # float32 rows worked on at a time on the CPU
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What is constant over the chunks of one call."""
+
+    temperature: float
+    chunk: int
+    group: dist.ProcessGroup | None
+    with_entropy: bool
+    entropy_grad: bool
+
+
+@dataclass
+class _Stats:
+    """Global statistics of the tokens of a chunk, ``[c]``: ``z`` scaled by 1/temperature."""
+
+    peak: Tensor  # max z
+    total: Tensor  # sum exp(z - peak)
+    target: Tensor  # z_y - peak
+    entropy: Tensor | None
+
+
+def vocab_parallel_logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0,
+                                   chunk: int = 1024, tp_group: dist.ProcessGroup | None = None, vocab_start: int = 0,
+                                   vocab_real: int | None = None, with_entropy: bool = False,
+                                   entropy_grad: bool = False) -> tuple[Tensor, Tensor | None]:
+    """``log softmax(hidden weight^T / temperature)`` at the targets, and the entropy of that distribution.
+
+    Over a TP group it acts as a column-parallel linear layer with replicated input: ``hidden`` and ``targets`` are the same
+    on every rank, ``weight`` is the rank's slice, the results are the same on every rank, and the gradient of ``hidden`` is
+    all-reduced. (With sequence parallelism gather the hidden states first, without another reduction in backward.)
+
+    Args:
+        hidden: ``[t, h]``; weight: ``[v_local, h]`` of the same dtype; targets: ``[t]`` int64 global token ids.
+        chunk: tokens whose logits exist at one time.
+        vocab_start: first token id of this rank's slice; vocab_real: vocabulary without padding (columns from there on are
+            excluded from the softmax and get no gradient); ``None``: no padding.
+        with_entropy: return the entropy; entropy_grad: with its gradient.
+
+    Returns:
+        log-probs ``[t]`` and entropies ``[t]`` (or ``None``), float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes or dtypes that disagree, ``temperature <= 0``, ``chunk < 1``.
+    """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
+                         f"must be [t, h], [v, h] and [t]")
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must have one dtype")
+    if not temperature > 0 or chunk < 1:
+        raise ValueError(f"temperature must be above 0 and chunk at least 1, got {temperature} and {chunk}")
+    group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
+    spec = _Spec(temperature, chunk, group, with_entropy or entropy_grad, entropy_grad)
+    columns = weight.shape[0] if vocab_real is None else min(max(vocab_real - vocab_start, 0), weight.shape[0])
+    local = targets - vocab_start
+    mine = (local >= 0) & (local < columns)
+    logprob, entropy = _Head.apply(hidden, weight[:columns], torch.where(mine, local, 0), mine, spec)
+    return logprob, (entropy if spec.with_entropy else None)
+
+
+class _Head(torch.autograd.Function):
+    """See `vocab_parallel_logprob_entropy`. ``local``: target columns of this rank, ``mine``: whether it holds the target."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, local: Tensor, mine: Tensor, spec: _Spec) -> tuple[Tensor, Tensor]:
+        tokens = hidden.shape[0]
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprob = torch.empty(tokens, dtype=wide, device=hidden.device)
+        entropy = torch.empty(tokens if spec.with_entropy else 0, dtype=wide, device=hidden.device)
+        stats = torch.empty(2, tokens, dtype=wide, device=hidden.device)
+        needs_grad = any(ctx.needs_input_grad[:2])
+        kept = None
+        buffer = None
+        for start in range(0, tokens, spec.chunk):
+            rows = slice(start, min(start + spec.chunk, tokens))
+            last = rows.stop == tokens
+            z = _logits(hidden[rows], weight, buffer)
+            s = _softmax_stats(z, local[rows], mine[rows], spec, overwrite=last and needs_grad and not spec.entropy_grad)
+            logprob[rows] = s.target - s.total.log()
+            stats[0, rows], stats[1, rows] = s.peak, s.total
+            if spec.with_entropy:
+                assert s.entropy is not None
+                entropy[rows] = s.entropy
+            buffer, kept = z, z if last and needs_grad else None
+        ctx.spec, ctx.kept = spec, kept
+        ctx.save_for_backward(hidden, weight, local, mine, stats, logprob, entropy)
+        if not spec.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, g_logprob: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, local, mine, stats, logprob, entropy = ctx.saved_tensors
+        spec: _Spec = ctx.spec
+        tokens = hidden.shape[0]
+        want_h, want_w = ctx.needs_input_grad[:2]
+        grad_h = torch.empty_like(hidden) if want_h else None
+        grad_w: Tensor | None = None
+        starts = list(range(0, tokens, spec.chunk))
+        kept, ctx.kept = ctx.kept, None
+        for start in reversed(starts):
+            rows = slice(start, min(start + spec.chunk, tokens))
+            if kept is not None:
+                z, ready, kept = kept, not spec.entropy_grad, None
+            else:
+                z, ready = _logits(hidden[rows], weight, z if start != starts[-1] else None), False
+            if spec.entropy_grad:
+                scale = torch.full_like(g_logprob[rows], -1.0 / spec.temperature)
+                _entropy_gradient(z, stats[:, rows], entropy[rows], g_logprob[rows], g_entropy[rows], local[rows], mine[rows],
+                                  logprob[rows], spec)
+            else:
+                if not ready:
+                    _exponentiate(z, stats[0, rows], spec.temperature)
+                total = stats[1, rows]
+                scale = -g_logprob[rows] / (total * spec.temperature)
+                _subtract_at_target(z, local[rows], mine[rows], total * torch.expm1(logprob[rows]))
+            if grad_h is not None:
+                grad_h[rows] = (z @ weight).mul_(scale.unsqueeze(1).to(z.dtype))
+            if want_w:
+                part = ((hidden[rows] * scale.unsqueeze(1)).to(z.dtype).t() @ z).t()
+                grad_w = _accumulate(grad_w, part, single=len(starts) == 1)
+        if grad_h is not None and spec.group is not None:
+            dist.all_reduce(grad_h, group=spec.group)
+        if want_w:
+            grad_w = torch.zeros_like(weight) if grad_w is None else grad_w.to(weight.dtype)
+        return grad_h, grad_w, None, None, None
+
+
+def _accumulate(total: Tensor | None, part: Tensor, single: bool) -> Tensor:
+    """Sum over chunks in float32 (one chunk: as it is)."""
+    if single:
+        return part
+    if total is None:
+        return part.to(torch.promote_types(part.dtype, torch.float32))
+    return total.add_(part)
+
+
+def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None) -> Tensor:
+    """``hidden weight^T`` ``[c, v]``, into ``buffer`` where it is large enough."""
+    if buffer is not None and buffer.shape[0] >= hidden.shape[0]:
+        return torch.mm(hidden, weight.t(), out=buffer[:hidden.shape[0]])
+    return hidden @ weight.t()
+
+
+def _tiles(z: Tensor) -> list[slice]:
+    """Rows worked on together: a cache's worth on the CPU, all of them on an accelerator."""
+    step = max(1, _CACHE_BYTES // (4 * max(z.shape[1], 1))) if z.device.type == "cpu" else max(z.shape[0], 1)
+    return [slice(i, min(i + step, z.shape[0])) for i in range(0, z.shape[0], step)]
+
+
+def _scratch(z: Tensor, rows: int) -> Tensor | None:
+    """Float32 room for one tile of half-precision logits; ``None`` where the logits themselves are wide enough."""
+    return None if z.dtype in (torch.float32, torch.float64) else torch.empty(rows, z.shape[1], device=z.device)
+
+
+def _softmax_stats(z: Tensor, local: Tensor, mine: Tensor, spec: _Spec, overwrite: bool) -> _Stats:
+    """Statistics of the logits ``z`` ``[c, v]``. ``overwrite``: leave ``exp(z - peak)`` in their place."""
+    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+    inverse = 1.0 / spec.temperature
+    peak = z.amax(-1).to(wide) if z.shape[1] else torch.full((z.shape[0],), -math.inf, dtype=wide, device=z.device)
+    if spec.group is not None:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=spec.group)
+    sums = torch.zeros(3 if spec.with_entropy else 2, z.shape[0], dtype=wide, device=z.device)
+    if z.shape[1]:
+        at = z.gather(1, local.unsqueeze(1)).squeeze(1).to(wide)
+        sums[1] = torch.where(mine, (at - peak) * inverse, 0.0)
+        tiles = _tiles(z)
+        room = torch.empty(tiles[0].stop, z.shape[1], dtype=wide, device=z.device) if tiles else None
+        room2 = torch.empty_like(room) if spec.with_entropy and room is not None else None
+        for rows in tiles:
+            assert room is not None
+            x = room[:rows.stop - rows.start]
+            x.copy_(z[rows]).sub_(peak[rows].unsqueeze(1))
+            if inverse != 1.0:
+                x.mul_(inverse)
+            if room2 is not None:
+                e = torch.exp(x, out=room2[:x.shape[0]])
+                torch.sum(x.mul_(e), -1, out=sums[2, rows])
+            else:
+                e = x.exp_()
+            torch.sum(e, -1, out=sums[0, rows])
+            if overwrite:
+                z[rows] = e
+    if spec.group is not None:
+        dist.all_reduce(sums, group=spec.group)
+    entropy = sums[0].log() - sums[2] / sums[0] if spec.with_entropy else None
+    return _Stats(peak, sums[0], sums[1], entropy)
+
+
+def _exponentiate(z: Tensor, peak: Tensor, temperature: float) -> None:
+    """``z <- exp((z - peak) / temperature)`` in place."""
+    tiles = _tiles(z)
+    room = _scratch(z, tiles[0].stop) if tiles else None
+    for rows in tiles:
+        x = z[rows] if room is None else room[:rows.stop - rows.start].copy_(z[rows])
+        x.sub_(peak[rows].unsqueeze(1))
+        if temperature != 1.0:
+            x.mul_(1.0 / temperature)
+        x.exp_()
+        if room is not None:
+            z[rows] = x
+
+
+def _subtract_at_target(e: Tensor, local: Tensor, mine: Tensor, value: Tensor) -> None:
+    """Put ``e_y - s = s (p_y - 1)`` at the targets of this rank, from exact float32 numbers: no cancellation for ``p_y`` near 1."""
+    if e.shape[1]:
+        here = mine.nonzero().squeeze(1)
+        e[here, local[here]] = value[here].to(e.dtype)
+
+
+def _entropy_gradient(z: Tensor, stats: Tensor, entropy: Tensor, g: Tensor, g_entropy: Tensor, local: Tensor, mine: Tensor,
+                      logprob: Tensor, spec: _Spec) -> None:
+    """``z <- g (p - [y]) + g_entropy p (log p + H)`` in place: minus the gradient of both outputs w.r.t. the scaled logits."""
+    peak, total = stats
+    log_total = total.log()
+    tiles = _tiles(z)
+    wide = total.dtype
+    room = torch.empty(tiles[0].stop, z.shape[1], dtype=wide, device=z.device) if tiles else None
+    room2 = torch.empty_like(room) if room is not None else None
+    for rows in tiles:
+        assert room is not None and room2 is not None
+        x = room[:rows.stop - rows.start]
+        x.copy_(z[rows]).sub_(peak[rows].unsqueeze(1)).mul_(1.0 / spec.temperature).sub_(log_total[rows].unsqueeze(1))
+        p = torch.exp(x, out=room2[:x.shape[0]])
+        x.add_(entropy[rows].unsqueeze(1)).mul_(g_entropy[rows].unsqueeze(1)).add_(g[rows].unsqueeze(1)).mul_(p)
+        z[rows] = x
+    p_y = logprob.exp()
+    _subtract_at_target(z, local, mine, g * torch.expm1(logprob) + g_entropy * p_y * (logprob + entropy))
