@@ -1,11 +1,11 @@
 """From YAML files and key=value overrides to a `Config`, or to one error that names everything that is wrong.
 
-A file holds the keys of `rlscale.config.schema` and, optionally, ``base: other.yaml`` (relative to the file): recipes hold
-differences only. Mappings are merged key by key, anything else is replaced. An override is ``section.key=value`` with the
-value in YAML; list elements are reached by number (``data.train.0.size=64``).
+A file holds the keys of `rlscale.config.schema` and, optionally, ``base: other.yaml`` (relative to the file): recipes
+hold differences only. Mappings are merged key by key, anything else is replaced. An override is ``section.key=value``
+with the value in YAML; list elements are reached by number (``data.train.0.size=64``).
 
-Scalars follow YAML 1.2, not PyYAML's 1.1: ``1e-6`` is a number, ``yes``, ``off`` and ``1:30`` are strings. Types are exact: a
-bool is no int, a float with an integral value is no int; a float field takes ints and numeric strings.
+Scalars follow YAML 1.2, not PyYAML's 1.1: ``1e-6`` is a number, ``yes``, ``off`` and ``1:30`` are strings. Types are
+exact: a bool is no int, a float with an integral value is no int; a float field takes ints and numeric strings.
 """
 
 from __future__ import annotations
@@ -122,13 +122,18 @@ for _class in (_Loader, _Dumper):
     for _tag, _pattern, _first in (
         ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
         ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
-        ("float", r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
-                  r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+.0123456789"),
+        (
+            "float",
+            r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+            "-+.0123456789",
+        ),
         ("null", r"~|null|Null|NULL|", "~nN\0"),
         ("merge", r"<<", "<"),
     ):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"),
-                                     [c if c != "\0" else "" for c in _first])
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), [c if c != "\0" else "" for c in _first]
+        )
 
 
 class _Reader:

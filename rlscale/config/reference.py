@@ -62,16 +62,25 @@ def _section(cls: type, values: Any, indent: str) -> Iterator[str]:
         if typing.get_origin(hints[f.name]) is list and is_dataclass(item[0]):
             example = list(_section(typing.cast(type, item[0]), typing.cast(type, item[0])(), "    "))
             keys = [line for line in example if not line.lstrip().startswith("#")]
-            comments = {k: f.metadata["help"] + _limits(f) for k, f in zip(keys, fields(typing.cast(type, item[0])), strict=True)}
+            comments = {
+                k: f.metadata["help"] + _limits(f)
+                for k, f in zip(keys, fields(typing.cast(type, item[0])), strict=True)
+            }
             for i, line in enumerate(keys):
                 shown = f"{indent}{'-' if i == 0 else ' '} {line.strip()}"
-                yield f"{indent}# {shown[len(indent):]:<24} # {comments[line]}"
+                yield f"{indent}# {shown[len(indent) :]:<24} # {comments[line]}"
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:
     for paragraph in text.split("\n"):
-        yield from textwrap.wrap(paragraph, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ",
-                                 break_long_words=False, break_on_hyphens=False)
+        yield from textwrap.wrap(
+            paragraph,
+            WIDTH,
+            initial_indent=f"{indent}# ",
+            subsequent_indent=f"{indent}# ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
 def _limits(f: Field[Any]) -> str:

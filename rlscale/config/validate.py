@@ -1,7 +1,7 @@
 """Contradictions between keys: what no single field can say about itself.
 
-`check` reports every violation at once; each names the keys, their values and what would work. What rlscale doesn't support
-is refused here, with the reason, so that it never becomes a hang or a wrong number.
+`check` reports every violation at once; each names the keys, their values and what would work. What rlscale doesn't
+support is refused here, with the reason, so that it never becomes a hang or a wrong number.
 """
 
 from __future__ import annotations
@@ -122,14 +122,23 @@ def _trainer(c: Config) -> Iterator[Violation]:
         if name not in LOGGERS:
             yield Violation((f"trainer.logger.{i}",), f"trainer.logger: {name!r} is none of {', '.join(LOGGERS)}")
     if t.test_freq > 0 and not c.data.val:
-        yield Violation(("trainer.test_freq", "data.val"), f"trainer.test_freq is {t.test_freq}, but data.val names no "
-                        "held-out prompts; add a source to data.val or set trainer.test_freq to 0")
+        yield Violation(
+            ("trainer.test_freq", "data.val"),
+            f"trainer.test_freq is {t.test_freq}, but data.val names no "
+            "held-out prompts; add a source to data.val or set trainer.test_freq to 0",
+        )
     if t.critic_warmup and not uses_critic(c):
-        yield Violation(("trainer.critic_warmup", "algorithm.adv_estimator"), f"trainer.critic_warmup is {t.critic_warmup}, "
-                        f"but adv_estimator {c.algorithm.adv_estimator} trains no critic; set it to 0 or adv_estimator to gae")
+        yield Violation(
+            ("trainer.critic_warmup", "algorithm.adv_estimator"),
+            f"trainer.critic_warmup is {t.critic_warmup}, "
+            f"but adv_estimator {c.algorithm.adv_estimator} trains no critic; set it to 0 or adv_estimator to gae",
+        )
     if t.total_training_steps is not None and 0 < t.total_training_steps <= t.critic_warmup:
-        yield Violation(("trainer.critic_warmup", "trainer.total_training_steps"), f"trainer.critic_warmup is "
-                        f"{t.critic_warmup}, so the actor would never be trained in total_training_steps {t.total_training_steps}")
+        yield Violation(
+            ("trainer.critic_warmup", "trainer.total_training_steps"),
+            f"trainer.critic_warmup is "
+            f"{t.critic_warmup}, so the actor would never be trained in total_training_steps {t.total_training_steps}",
+        )
     run_dir = Path(t.run_dir).expanduser()
     if not t.run_dir:
         yield Violation(("trainer.run_dir",), "trainer.run_dir must name a folder")
@@ -152,12 +161,16 @@ def _models(c: Config) -> Iterator[Violation]:
             hint = "; tools/prepare_model.py makes the quickstart's model" if key == "model.path" else ""
             yield Violation((key,), f"{key}: no such folder: {name} (a hub name looks like org/name){hint}")
         elif path.exists() and not path.is_dir() and not is_file:
-            yield Violation((key,), f"{key}: {name} is a file; a model is a folder with config.json and safetensors files")
+            yield Violation(
+                (key,), f"{key}: {name} is a file; a model is a folder with config.json and safetensors files"
+            )
         elif path.is_dir() and key != "model.tokenizer_path" and not (path / "config.json").is_file():
             yield Violation((key,), f"{key}: the folder {name} has no config.json, so it is no Hugging Face model")
     template = c.model.chat_template
     if template and "{" not in template and not Path(template).expanduser().is_file():
-        yield Violation(("model.chat_template",), f"model.chat_template: {template!r} is neither a Jinja template nor a file")
+        yield Violation(
+            ("model.chat_template",), f"model.chat_template: {template!r} is neither a Jinja template nor a file"
+        )
 
 
 def is_hub_name(name: str) -> bool:
@@ -178,16 +191,29 @@ def _data(c: Config) -> Iterator[Violation]:
     if d.train and all(_procedural(s) for s in d.train):
         size = sum(s.size for s in d.train)
         if size < d.train_batch_size:
-            yield Violation(("data.train", "data.train_batch_size"), f"data.train_batch_size is {d.train_batch_size} prompts, "
-                            f"but the sources of data.train hold {size}; make them larger (size) or the batch smaller")
+            yield Violation(
+                ("data.train", "data.train_batch_size"),
+                f"data.train_batch_size is {d.train_batch_size} prompts, "
+                f"but the sources of data.train hold {size}; make them larger (size) or the batch smaller",
+            )
     for i, train in enumerate(d.train):
         for j, val in enumerate(d.val):
-            if _procedural(train) and _procedural(val) and _identity(train) == _identity(val) and train.seed == val.seed:
-                yield Violation((f"data.train.{i}.seed", f"data.val.{j}.seed"), f"data.train.{i} and data.val.{j} draw the same "
-                                f"prompts: {_identity(train)} with seed {train.seed}; give data.val.{j} another seed")
+            if (
+                _procedural(train)
+                and _procedural(val)
+                and _identity(train) == _identity(val)
+                and train.seed == val.seed
+            ):
+                yield Violation(
+                    (f"data.train.{i}.seed", f"data.val.{j}.seed"),
+                    f"data.train.{i} and data.val.{j} draw the same "
+                    f"prompts: {_identity(train)} with seed {train.seed}; give data.val.{j} another seed",
+                )
             for name in sorted(set(train.files) & set(val.files)):
-                yield Violation((f"data.train.{i}.files", f"data.val.{j}.files"),
-                                f"data.train.{i} and data.val.{j} both read {name}: held-out prompts must not be trained on")
+                yield Violation(
+                    (f"data.train.{i}.files", f"data.val.{j}.files"),
+                    f"data.train.{i} and data.val.{j} both read {name}: held-out prompts must not be trained on",
+                )
 
 
 def _procedural(s: SourceConfig) -> bool:
@@ -201,8 +227,10 @@ def _identity(s: SourceConfig) -> str:
 def _source(key: str, s: SourceConfig) -> Iterator[Violation]:
     given = [n for n in ("task", "reasoning_gym", "files") if getattr(s, n)]
     if len(given) != 1:
-        yield Violation((key,), f"{key} must set exactly one of task, reasoning_gym and files; "
-                        f"it sets {' and '.join(given) or 'none'}")
+        yield Violation(
+            (key,),
+            f"{key} must set exactly one of task, reasoning_gym and files; it sets {' and '.join(given) or 'none'}",
+        )
     for i, name in enumerate(s.files):
         if not name.endswith((".jsonl", ".json", ".parquet")):
             yield Violation((f"{key}.files.{i}",), f"{key}.files: {name} is neither .jsonl (.json) nor .parquet")
@@ -218,40 +246,62 @@ def _batches(role: str, a: ActorConfig | CriticConfig, c: Config) -> Iterator[Vi
     key = f"{role}.ppo_mini_batch_size"
     if mini is not None and batch % mini:
         bigger = [mini * k for k in (batch // mini, batch // mini + 1) if k]
-        yield Violation((key, "data.train_batch_size"), f"{key} {mini} does not divide data.train_batch_size {batch} (both in "
-                        f"prompts); {key} could be {_listed(_divisors(batch), mini)}, or data.train_batch_size "
-                        f"{_listed(bigger, batch)}")
+        yield Violation(
+            (key, "data.train_batch_size"),
+            f"{key} {mini} does not divide data.train_batch_size {batch} (both in "
+            f"prompts); {key} could be {_listed(_divisors(batch), mini)}, or data.train_batch_size "
+            f"{_listed(bigger, batch)}",
+        )
     longest = c.data.max_prompt_length + c.data.max_response_length
     if a.use_dynamic_bsz and a.ppo_max_token_len_per_gpu < longest:
         key = f"{role}.ppo_max_token_len_per_gpu"
-        yield Violation((key, "data.max_prompt_length", "data.max_response_length"), f"{key} {a.ppo_max_token_len_per_gpu} has "
-                        f"no room for the longest sample, max_prompt_length {c.data.max_prompt_length} + max_response_length "
-                        f"{c.data.max_response_length} tokens; it must be at least {longest}")
+        yield Violation(
+            (key, "data.max_prompt_length", "data.max_response_length"),
+            f"{key} {a.ppo_max_token_len_per_gpu} has "
+            f"no room for the longest sample, max_prompt_length {c.data.max_prompt_length} + max_response_length "
+            f"{c.data.max_response_length} tokens; it must be at least {longest}",
+        )
 
 
-def _layout(role: str, p: ParallelConfig, world: int | None, spec: ModelSizes | None, own_head: bool = False) -> Iterator[Violation]:
+def _layout(
+    role: str, p: ParallelConfig, world: int | None, spec: ModelSizes | None, own_head: bool = False
+) -> Iterator[Violation]:
     """The parallel layout of one model: what fits the world, the model and DeepSpeed."""
     key = f"{role}.parallel"
     tp, pp, sp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.ulysses_sequence_parallel_size
     tp_key, pp_key = f"{key}.tensor_model_parallel_size", f"{key}.pipeline_model_parallel_size"
     sp_key, zero_key = f"{key}.ulysses_sequence_parallel_size", f"{key}.zero_stage"
     if sp > 1:
-        yield Violation((sp_key,), f"{sp_key} is {sp}: Ulysses sequence parallelism comes with the next release; it must be 1")
+        yield Violation(
+            (sp_key,), f"{sp_key} is {sp}: Ulysses sequence parallelism comes with the next release; it must be 1"
+        )
     if world is not None and world % (tp * pp):
-        fits = [d for d in _divisors(world)]
-        yield Violation((tp_key, pp_key), f"{key}: TP x PP = {tp} x {pp} = {tp * pp} does not divide the {world} processes of "
-                        f"this run; TP x PP could be {_listed(fits, tp * pp)}, or start a multiple of {tp * pp} processes")
+        fits = _divisors(world)
+        yield Violation(
+            (tp_key, pp_key),
+            f"{key}: TP x PP = {tp} x {pp} = {tp * pp} does not divide the {world} processes of "
+            f"this run; TP x PP could be {_listed(fits, tp * pp)}, or start a multiple of {tp * pp} processes",
+        )
     if p.sequence_parallel and tp == 1:
-        yield Violation((f"{key}.sequence_parallel", tp_key), f"{key}.sequence_parallel splits what tensor parallelism leaves "
-                        f"whole and needs {tp_key} > 1, not 1; set one or the other")
+        yield Violation(
+            (f"{key}.sequence_parallel", tp_key),
+            f"{key}.sequence_parallel splits what tensor parallelism leaves "
+            f"whole and needs {tp_key} > 1, not 1; set one or the other",
+        )
     if p.zero_stage == 3:
-        why = ("its broadcasts over the whole world inside the forward pass deadlock with pipeline stages" if pp > 1
-               else "it is not shown yet that it gives the same numbers here")
+        why = (
+            "its broadcasts over the whole world inside the forward pass deadlock with pipeline stages"
+            if pp > 1
+            else "it is not shown yet that it gives the same numbers here"
+        )
         yield Violation((zero_key,), f"{zero_key} is 3: ZeRO-3 is refused, {why}; use 1 or 2")
     if p.zero_stage == 2 and pp > 1 and spec is not None and spec.tied and not own_head:
-        yield Violation((zero_key, pp_key), f"{zero_key} is 2 with {pp_key} {pp}, and the model's input and output embeddings are "
-                        "tied: the gradient of the shared weight lives on two stages and ZeRO-2 has partitioned it before they "
-                        "can be added; use zero_stage 1")
+        yield Violation(
+            (zero_key, pp_key),
+            f"{zero_key} is 2 with {pp_key} {pp}, and the model's input and output embeddings are "
+            "tied: the gradient of the shared weight lives on two stages and ZeRO-2 has partitioned it before they "
+            "can be added; use zero_stage 1",
+        )
     if spec is not None:
         for message in spec.violations(key, tp, pp, 1):
             yield Violation((tp_key, pp_key), message)
@@ -261,43 +311,69 @@ def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[
     r, key = c.rollout, "rollout.tensor_model_parallel_size"
     tp = r.tensor_model_parallel_size
     if world is not None and world % tp:
-        yield Violation((key,), f"{key} {tp} does not divide the {world} processes of this run; "
-                        f"it could be {_listed(_divisors(world), tp)}")
+        yield Violation(
+            (key,),
+            f"{key} {tp} does not divide the {world} processes of this run; "
+            f"it could be {_listed(_divisors(world), tp)}",
+        )
     if spec is not None and (spec.heads % tp or (spec.kv_heads % tp and tp % spec.kv_heads)):
         fits = [d for d in _divisors(spec.heads) if spec.kv_heads % d == 0 or d % spec.kv_heads == 0]
-        yield Violation((key,), f"{key} {tp} splits neither the model's {spec.heads} attention heads nor its {spec.kv_heads} "
-                        f"key-value heads evenly; it could be {_listed(fits, tp)}")
+        yield Violation(
+            (key,),
+            f"{key} {tp} splits neither the model's {spec.heads} attention heads nor its {spec.kv_heads} "
+            f"key-value heads evenly; it could be {_listed(fits, tp)}",
+        )
     longest = c.data.max_prompt_length + c.data.max_response_length
     limit = r.engine_args.get("max_model_len")
     if isinstance(limit, int) and limit < longest:
-        yield Violation(("rollout.engine_args", "data.max_prompt_length", "data.max_response_length"),
-                        f"rollout.engine_args.max_model_len {limit} is less than max_prompt_length + max_response_length, {longest}")
+        yield Violation(
+            ("rollout.engine_args", "data.max_prompt_length", "data.max_response_length"),
+            f"rollout.engine_args.max_model_len {limit} is less than max_prompt_length + max_response_length {longest}",
+        )
     if spec is not None and 0 < spec.max_positions < longest:
-        yield Violation(("data.max_prompt_length", "data.max_response_length"), f"data.max_prompt_length + max_response_length is "
-                        f"{longest} tokens, but the model knows {spec.max_positions} positions")
+        yield Violation(
+            ("data.max_prompt_length", "data.max_response_length"),
+            f"data.max_prompt_length + max_response_length is "
+            f"{longest} tokens, but the model knows {spec.max_positions} positions",
+        )
     if r.top_k == 0:
-        yield Violation(("rollout.top_k",), "rollout.top_k is 0: no token could be sampled; -1 switches top-k sampling off")
+        yield Violation(
+            ("rollout.top_k",), "rollout.top_k is 0: no token could be sampled; -1 switches top-k sampling off"
+        )
     if r.val_n > 1 and r.val_temperature == 0:
-        yield Violation(("rollout.val_n", "rollout.val_temperature"), f"rollout.val_n is {r.val_n} with val_temperature 0: greedy "
-                        "responses to one prompt are all equal; set val_n to 1 or val_temperature above 0")
+        yield Violation(
+            ("rollout.val_n", "rollout.val_temperature"),
+            f"rollout.val_n is {r.val_n} with val_temperature 0: greedy "
+            "responses to one prompt are all equal; set val_n to 1 or val_temperature above 0",
+        )
 
 
 def _algorithm(c: Config) -> Iterator[Violation]:
     a, actor = c.algorithm, c.actor
     if c.rollout.n == 1 and a.adv_estimator in GROUP_ESTIMATORS:
-        yield Violation(("rollout.n", "algorithm.adv_estimator"), f"rollout.n is 1, but adv_estimator {a.adv_estimator} compares "
-                        "the responses to one prompt with each other; set rollout.n to at least 2, or adv_estimator to gae")
+        yield Violation(
+            ("rollout.n", "algorithm.adv_estimator"),
+            f"rollout.n is 1, but adv_estimator {a.adv_estimator} compares "
+            "the responses to one prompt with each other; set rollout.n to at least 2, or adv_estimator to gae",
+        )
     if a.kl_ctrl.type == "adaptive" and not a.use_kl_in_reward:
-        yield Violation(("algorithm.kl_ctrl.type", "algorithm.use_kl_in_reward"), "algorithm.kl_ctrl.type is adaptive, but it "
-                        "controls the KL in the reward and use_kl_in_reward is false; set use_kl_in_reward to true")
+        yield Violation(
+            ("algorithm.kl_ctrl.type", "algorithm.use_kl_in_reward"),
+            "algorithm.kl_ctrl.type is adaptive, but it "
+            "controls the KL in the reward and use_kl_in_reward is false; set use_kl_in_reward to true",
+        )
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield Violation(("actor.loss_scale_factor", "actor.loss_agg_mode"), f"actor.loss_scale_factor is the C of loss_agg_mode "
-                        f"seq-mean-token-sum-norm and means nothing to {actor.loss_agg_mode}; leave it null")
+        yield Violation(
+            ("actor.loss_scale_factor", "actor.loss_agg_mode"),
+            f"actor.loss_scale_factor is the C of loss_agg_mode "
+            f"seq-mean-token-sum-norm and means nothing to {actor.loss_agg_mode}; leave it null",
+        )
     optims = {"actor": actor.optim} | ({"critic": c.critic.optim} if uses_critic(c) else {})
     for role, optim in optims.items():
         if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
-            yield Violation((f"{role}.optim.betas",),
-                            f"{role}.optim.betas must be two numbers from 0 to below 1, not {optim.betas}")
+            yield Violation(
+                (f"{role}.optim.betas",), f"{role}.optim.betas must be two numbers from 0 to below 1, not {optim.betas}"
+            )
 
 
 def _scorer(c: Config) -> Iterator[Violation]:
@@ -305,18 +381,24 @@ def _scorer(c: Config) -> Iterator[Violation]:
     for part in ("train", "val"):
         for i, source in enumerate(getattr(c.data, part)):
             if source.files and scorer is None:
-                yield Violation(("reward.scorer", f"data.{part}.{i}.files"), f"data.{part}.{i} reads files, which bring no scorer of "
-                                "their own; set reward.scorer to module:function")
+                yield Violation(
+                    ("reward.scorer", f"data.{part}.{i}.files"),
+                    f"data.{part}.{i} reads files, which bring no scorer of "
+                    "their own; set reward.scorer to module:function",
+                )
     if scorer is None:
         if c.reward.scorer_args:
-            yield Violation(("reward.scorer_args", "reward.scorer"), "reward.scorer_args are given, but reward.scorer is null")
+            yield Violation(
+                ("reward.scorer_args", "reward.scorer"), "reward.scorer_args are given, but reward.scorer is null"
+            )
         return
     where, colon, function = scorer.rpartition(":")
     is_file = where.endswith(".py")
     named = is_file or re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", where) is not None
     if not colon or not named or not function.isidentifier():
-        yield Violation(("reward.scorer",), f"reward.scorer: {scorer!r} is not of the form module:function or "
-                        "path/file.py:function")
+        yield Violation(
+            ("reward.scorer",), f"reward.scorer: {scorer!r} is not of the form module:function or path/file.py:function"
+        )
     elif is_file and not os.path.isfile(os.path.expanduser(where)):
         yield Violation(("reward.scorer",), f"reward.scorer: no such file: {where}")
 

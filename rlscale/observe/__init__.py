@@ -7,5 +7,15 @@ from rlscale.observe.summary import print_summary, summarize
 from rlscale.observe.timers import Timers
 from rlscale.observe.writers import RunWriter, read_metrics
 
-__all__ = ["Metrics", "Progress", "RunWriter", "Timers", "batch_metrics", "draw", "print_summary", "read_metrics", "summarize",
-           "validation_metrics"]
+__all__ = [
+    "Metrics",
+    "Progress",
+    "RunWriter",
+    "Timers",
+    "batch_metrics",
+    "draw",
+    "print_summary",
+    "read_metrics",
+    "summarize",
+    "validation_metrics",
+]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """Collects the numbers of one step: means keep a sum and a denominator, so that parts of unequal size add up right."""
+    """Collects the numbers of a step: means keep sum and denominator, so that parts of unequal size add up right."""
 
     def __init__(self) -> None:
         self._sum: dict[str, float] = defaultdict(float)
@@ -74,11 +74,12 @@ def distribution(prefix: str, values: Tensor) -> dict[str, float]:
 def batch_metrics(batch: PackedBatch, max_response_length: int | None = None) -> dict[str, float]:
     """The metrics of a batch as it goes into the update.
 
-    ``critic/score/*`` are the scorer's rewards of whole responses; ``critic/rewards/*`` are the sums of the token rewards of
-    each response, penalties included; ``critic/{advantages,returns,values}/*`` are over the policy's own tokens.
-    ``group/reward_std`` is the mean over prompts of the standard deviation of the rewards of their responses, and
-    ``group/zero_std_frac`` the share of prompts whose responses all got the same reward: they teach a group estimator nothing.
-    ``response_length/clip_ratio`` is the share of responses that used up ``max_response_length`` tokens.
+    ``critic/score/*`` are the scorer's rewards of whole responses; ``critic/rewards/*`` are the sums of the token
+    rewards of each response, penalties included; ``critic/{advantages,returns,values}/*`` are over the policy's own
+    tokens. ``group/reward_std`` is the mean over prompts of the standard deviation of the rewards of their responses,
+    and ``group/zero_std_frac`` the share of prompts whose responses all got the same reward: they teach a group
+    estimator nothing. ``response_length/clip_ratio`` is the share of responses that used up ``max_response_length``
+    tokens.
     """
     lengths, own = batch.response_lengths, batch.mask > 0
     out = {"batch/num_samples": float(batch.num_samples), "batch/num_tokens": float(own.sum())}
@@ -120,7 +121,7 @@ def _sum_by_sample(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 no better than a constant; 0 for constant returns."""
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one (or constant returns)."""
     variance = returns.double().var(correction=0).item()
     return 1.0 - (returns.double() - values.double()).var(correction=0).item() / variance if variance > 0 else 0.0
 
@@ -136,8 +137,9 @@ def logprob_difference(trainer: Tensor, engine: Tensor, mask: Tensor) -> dict[st
 def validation_metrics(trajectories: Iterable[Trajectory]) -> dict[str, float]:
     """``val/<source>/{mean@n,best@n}`` over held-out prompts with n responses each, and how long the responses were.
 
-    ``mean@n`` is the mean over prompts of the mean reward; ``best@n`` the mean of the best reward (for a 0/1 reward: pass@n).
-    n is the largest number of responses to a prompt of the source. A response whose scorer failed counts with its reward.
+    ``mean@n`` is the mean over prompts of the mean reward; ``best@n`` the mean of the best reward (for a 0/1 reward:
+    pass@n). n is the largest number of responses to a prompt of the source. A response whose scorer failed counts with
+    its reward.
     """
     by_source: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     lengths: list[int] = []

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlscale.observe.timers import PHASES
 from rlscale.observe.writers import read_metrics
 
 Records = list[dict[str, Any]]
+VALIDATION = "Held-out prompts"
 LINE, BAND, SMOOTH = "#2a6f97", "#a9cce3", "#c8553d"
 
 
@@ -39,12 +41,13 @@ PANELS = (
           from_zero=True),
     Panel("entropy", "Entropy of the policy", "nats a token", (("", "actor/entropy"),), from_zero=True),
     Panel("deviation", "Deviation of advantages and rewards", "standard deviation",
-          (("advantages", "critic/advantages/std"), ("rewards", "critic/score/std"), ("rewards within a group", "group/reward_std"),
-           ("groups without contrast (share)", "group/zero_std_frac")), from_zero=True),
+          (("advantages", "critic/advantages/std"), ("rewards", "critic/score/std"),
+           ("rewards within a group", "group/reward_std"),
+           ("share of groups without contrast", "group/zero_std_frac")), from_zero=True),
     Panel("lengths", "Lengths", "tokens", (("response", "response_length/mean"), ("prompt", "prompt_length/mean")),
           spread="response_length", from_zero=True),
-    Panel("gradient", "Gradient norm", "norm before clipping", (("actor", "actor/grad_norm"), ("critic", "critic/grad_norm")),
-          from_zero=True),
+    Panel("gradient", "Gradient norm", "norm before clipping",
+          (("actor", "actor/grad_norm"), ("critic", "critic/grad_norm")), from_zero=True),
     Panel("loss", "Losses", "weighted sum over tokens", (("policy", "actor/pg_loss"), ("value", "critic/vf_loss"))),
     Panel("logprob_difference", "Trainer against engine", "absolute difference of log-probs",
           (("mean", "rollout/logprob_diff_mean"), ("max", "rollout/logprob_diff_max")), from_zero=True),
@@ -61,15 +64,19 @@ def draw(run_dir: str | os.PathLike[str]) -> list[Path]:
     training = [r for r in records if r["step"] > 0]
     folder = Path(run_dir) / "plots"
     folder.mkdir(exist_ok=True)
-    drawn = [_save(folder / f"{p.file}.png", p.title, p.ylabel, lambda axes, p=p: _panel(axes, p, training)) for p in PANELS
-             if any(name in r for _, name in p.series for r in training)]
+    drawn = [
+        _save(folder / f"{p.file}.png", p.title, p.ylabel, partial(_panel, panel=p, records=training))
+        for p in PANELS
+        if any(name in r for _, name in p.series for r in training)
+    ]
     sources = sorted({k for r in records for k in r if k.startswith("val/") and "@" in k})
     if sources:
-        drawn.append(_save(folder / "validation.png", "Held-out prompts", "reward", lambda axes: _validation(axes, sources, records)))
+        fill = partial(_validation, names=sources, records=records)
+        drawn.append(_save(folder / "validation.png", VALIDATION, "reward", fill))
     phases = [p for p in PHASES if any(f"timing_s/{p}" in r for r in training)]
     if phases:
-        drawn.append(_save(folder / "time_by_phase.png", "Time of a step by phase", "seconds",
-                           lambda axes: _time(axes, phases, training)))
+        fill = partial(_time, phases=phases, records=training)
+        drawn.append(_save(folder / "time_by_phase.png", "Time of a step by phase", "seconds", fill))
     return drawn
 
 
@@ -91,6 +98,9 @@ def _save(path: Path, title: str, ylabel: str, fill: Callable[[Any], None]) -> P
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     fill(axes)
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1 or title == VALIDATION:  # below the axes, where it hides no data
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False, fontsize=9)
     figure.savefig(path)
     return path
 
@@ -109,8 +119,15 @@ def _panel(axes: Any, panel: Panel, records: Records) -> None:
     present = [(label, name) for label, name in panel.series if any(name in r for r in records)]
     if panel.spread:
         steps, low = _points(records, f"{panel.spread}/min")
-        axes.fill_between(steps, low, _points(records, f"{panel.spread}/max")[1], color=BAND, alpha=0.5, linewidth=0,
-                          label=f"{present[0][0]}, shortest to longest")
+        axes.fill_between(
+            steps,
+            low,
+            _points(records, f"{panel.spread}/max")[1],
+            color=BAND,
+            alpha=0.5,
+            linewidth=0,
+            label=f"{present[0][0]}, shortest to longest",
+        )
     for i, (label, name) in enumerate(present):
         steps, values = _points(records, name)
         faint = panel.smooth and len(values) >= 5
@@ -120,8 +137,6 @@ def _panel(axes: Any, panel: Panel, records: Records) -> None:
             axes.plot(steps, mean, color=SMOOTH, linewidth=2.2, label="mean of the last 5 steps")
     if panel.from_zero:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if _has_negative(records, present) else 0.0)
-    if any(label for label, _ in present) and len(axes.get_legend_handles_labels()[0]) > 1:
-        axes.legend(frameon=False, fontsize=9)
 
 
 def _has_negative(records: Records, series: list[tuple[str, str]]) -> bool:
@@ -132,7 +147,6 @@ def _validation(axes: Any, names: list[str], records: Records) -> None:
     for name in names:
         steps, values = _points(records, name)
         axes.plot(steps, values, marker="o", markersize=4, linewidth=1.6, label=name.removeprefix("val/"))
-    axes.legend(frameon=False, fontsize=9)
 
 
 def _time(axes: Any, phases: list[str], records: Records) -> None:
@@ -146,14 +160,12 @@ def _time(axes: Any, phases: list[str], records: Records) -> None:
     if sum(rest) > 0.01 * sum(map(sum, layers)):
         layers.append(rest)
         labels.append("other")
-    colours = [*colormaps["tab20"].colors[: len(phases)], "0.8"]
+    colours = [*(colormaps["tab20"](i) for i in range(len(phases))), "0.8"]
     if len(steps) == 1:  # an area needs two points
         steps, layers = [steps[0] - 0.4, steps[0] + 0.4], [layer * 2 for layer in layers]
     axes.stackplot(steps, *layers, labels=labels, colors=colours[: len(layers)], linewidth=0)
     axes.set_ylim(bottom=0.0)
     axes.margins(x=0)
-    handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 if __name__ == "__main__":

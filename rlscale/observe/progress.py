@@ -47,8 +47,13 @@ class Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"),
-                   TextColumn("[dim]{task.fields[phase]}"))
+        columns = (
+            SpinnerColumn(),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            TextColumn("[dim]{task.fields[phase]}"),
+        )
         self._bar = Bar(*columns, console=Console(file=self._stream), refresh_per_second=4)
         self._task = self._bar.add_task("", total=self._total, completed=self._done, phase="starting")
         self._bar.start()

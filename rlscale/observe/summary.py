@@ -24,9 +24,9 @@ def summarize(run_dir: str | os.PathLike[str], seconds: float | None = None) -> 
 
     Returns:
         ``steps``, ``samples``, ``tokens`` (of the policy), ``seconds``, ``step_seconds`` (sum over the steps),
-        ``tokens_per_second`` (in the steps), ``reward_first``/``reward_last`` (means over up to 5 steps at either end) and
-        ``accuracy``: for each held-out source and measure ``{"before": ..., "after": ...}``, before being null if the run did not
-        validate before training.
+        ``tokens_per_second`` (in the steps), ``reward_first``/``reward_last`` (means over up to 5 steps at either end)
+        and ``accuracy``: for each held-out source and measure ``{"before": ..., "after": ...}``, before being null if
+        the run did not validate before training.
 
     Raises:
         ValueError: the folder has no readable metrics.jsonl.
@@ -45,7 +45,7 @@ def summarize(run_dir: str | os.PathLike[str], seconds: float | None = None) -> 
         "tokens_per_second": tokens / step_seconds if step_seconds else None,
         "reward_first": _mean(rewards[:ENDS]),
         "reward_last": _mean(rewards[-ENDS:]),
-        "accuracy": _accuracy(records),
+        "accuracy": accuracy(records),
     }
     path = Path(run_dir) / "summary.json"
     partial = path.with_suffix(".partial")
@@ -58,7 +58,7 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _accuracy(records: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+def accuracy(records: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Before (step 0) and after (the last step that has it), by held-out source and measure."""
     out: dict[str, dict[str, float | None]] = {}
     for record in records:
@@ -78,7 +78,8 @@ def print_summary(summary: dict[str, Any], write: Callable[[str], Any] = print) 
     write("summary")
     for name, entry in summary["accuracy"].items():
         write(f"  held-out {name}: {number(entry['before'])} before, {number(entry['after'])} after")
-    write(f"  training reward: {number(summary['reward_first'])} in the first steps, {number(summary['reward_last'])} in the last")
+    first, last = number(summary["reward_first"]), number(summary["reward_last"])
+    write(f"  training reward: {first} in the first steps, {last} in the last")
     rate = number(summary["tokens_per_second"], ".0f")
     write(f"  {summary['steps']} steps, {summary['samples']} samples, {summary['tokens']} tokens ({rate} tokens/s)")
     total = "" if summary["seconds"] is None else f" of {duration(summary['seconds'])} in all"

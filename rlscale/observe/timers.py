@@ -7,19 +7,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 #: phases in the order of the step: keys ``timing_s/<phase>`` of the metrics
-PHASES = ("gen", "reward", "exchange", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "sync", "validate",
-          "save")
+PHASES = (
+    "gen",
+    "reward",
+    "exchange",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "sync",
+    "validate",
+    "save",
+)
 
 
 class Timers:
     """Adds up seconds by phase; phases may nest and repeat.
 
     Args:
-        synchronize: called before each reading of the clock, so that work queued on a device is counted where it was started.
+        synchronize: called before each reading of the clock, so that work queued on a device is counted where it was
+            started.
         on_phase: called with the name of each phase as it begins, e.g. to show it.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None, on_phase: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, synchronize: Callable[[], None] | None = None, on_phase: Callable[[str], None] | None = None
+    ) -> None:
         self._synchronize = synchronize
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}

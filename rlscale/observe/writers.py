@@ -1,8 +1,8 @@
 """The files of a run folder: config.yaml, metrics.jsonl, TensorBoard events and rollouts/step_*.jsonl.
 
 metrics.jsonl is the run's record: one object a step, flushed before the next step begins, so that a killed run keeps
-everything it has shown. What reads it (plots, summary, tools) uses `read_metrics`, which also accepts a file that ends in the
-middle of a line.
+everything it has shown. What reads it (plots, summary, tools) uses `read_metrics`, which also accepts a file that ends
+in the middle of a line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class RunWriter:
 
     Args:
         config: saved resolved as config.yaml; ``trainer.logger`` chooses the metric writers.
-        run_dir: made if needed. A new run (``resume_step`` None) moves the files of an earlier one to ``previous/<number>/``.
+        run_dir: made if needed. A new run (``resume_step`` None) moves the files of an earlier one to
+            ``previous/<number>/``.
         rank: of this process.
         resume_step: last step of the state that the run continues from; records of later steps are dropped.
 
@@ -35,7 +36,9 @@ class RunWriter:
         ValueError: the folder cannot be made or written.
     """
 
-    def __init__(self, config: Config, run_dir: str | os.PathLike[str], rank: int = 0, resume_step: int | None = None) -> None:
+    def __init__(
+        self, config: Config, run_dir: str | os.PathLike[str], rank: int = 0, resume_step: int | None = None
+    ) -> None:
         self.run_dir = Path(run_dir)
         self._file: Any = None
         self._tensorboard: Any = None
@@ -72,11 +75,11 @@ class RunWriter:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
 
-    def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path | None:
-        """Write rollouts/step_<step>.jsonl, one response a row; it appears whole or not at all. The path, on rank 0."""
+    def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]], kind: str = "step") -> Path | None:
+        """Write rollouts/<kind>_<step>.jsonl, one response a row; it appears whole or not at all. The path (rank 0)."""
         if not self._active:
             return None
-        path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+        path = self.run_dir / "rollouts" / f"{kind}_{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
