@@ -1,0 +1,1 @@
+"""Prompts: tokenizers, chat templates, where prompts come from, and the order in which they are drawn."""

@@ -1,0 +1,115 @@
+"""Procedural tasks: prompts made on the spot, so that a run needs no data files.
+
+A task is a function `(size, seed, **params) -> list[RawPrompt]` in `TASKS`; `register` adds one. The same arguments give the
+same prompts everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RawPrompt:
+    """A prompt as its source has it, before the chat template. ``messages``: a conversation, or a mere text."""
+
+    messages: list[dict[str, Any]] | str
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    scorer: str = ""  # spec of rlscale.reward.scorers
+    where: str = ""  # for messages to the user: file and line, or task and number
+
+
+Task = Callable[..., list[RawPrompt]]
+TASKS: dict[str, Task] = {}
+
+
+def register(name: str) -> Callable[[Task], Task]:
+    """Decorator: make a task available as `task: name`."""
+
+    def add(task: Task) -> Task:
+        TASKS[name] = task
+        return task
+
+    return add
+
+
+def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[RawPrompt]:
+    """The prompts of a task.
+
+    Raises:
+        ValueError: no such task, or parameters it doesn't take.
+    """
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"task {name!r} doesn't exist: {hint}(there are: {', '.join(sorted(TASKS))})")
+    try:
+        inspect.signature(TASKS[name]).bind(size, seed, **params)
+    except TypeError as error:
+        raise ValueError(f"params of task {name!r}: {error}") from error
+    return TASKS[name](size, seed, **params)
+
+
+@register("addition")
+def addition(
+    size: int,
+    seed: int,
+    split: str = "train",
+    digits: int = 1,
+    template: str = "What is {a} + {b}? Answer with a number.",
+) -> list[RawPrompt]:
+    """Additions of two numbers of at most `digits` digits as chat; the ground truth is the sum as a string.
+
+    `split` is "train" or "val". A fixed three in ten or so of all pairs {a, b}, whatever the seed, are held out for "val" in
+    both orders, so training and validation share no prompt. Drawn without repetition as far as the pairs reach (one
+    digit: 63 for training, 37 for validation), then all over again in another order.
+
+    Raises:
+        ValueError: `split` is something else, or `digits` isn't positive.
+    """
+    if split not in ("train", "val"):
+        raise ValueError(f"params of task 'addition': split is {split!r}, not 'train' or 'val'")
+    if digits < 1:
+        raise ValueError(f"params of task 'addition': digits is {digits}, not positive")
+    rng = random.Random(f"addition/{split}/{digits}/{seed}")
+    pairs = _pairs(rng, size, 10**digits, split == "val")
+    return [
+        RawPrompt(
+            messages=[{"role": "user", "content": template.format(a=a, b=b)}],
+            data_source="addition",
+            ground_truth=str(a + b),
+            scorer="last_number",
+            where=f"addition {i}",
+        )
+        for i, (a, b) in enumerate(pairs)
+    ]
+
+
+def _pairs(rng: random.Random, size: int, limit: int, held_out: bool) -> list[tuple[int, int]]:
+    """`size` ordered pairs of numbers below `limit` out of one side of the split."""
+    pairs: list[tuple[int, int]] = []
+    if limit <= 100:
+        part = [(a, b) for a in range(limit) for b in range(limit) if _is_held_out(a, b) == held_out]
+        while len(pairs) < size:
+            rng.shuffle(part)
+            pairs += part
+        return pairs[:size]
+    seen: set[tuple[int, int]] = set()
+    while len(pairs) < size:
+        pair = (rng.randrange(limit), rng.randrange(limit))
+        if _is_held_out(*pair) == held_out and (pair not in seen or len(seen) > limit * limit // 4):
+            seen.add(pair)
+            pairs.append(pair)
+    return pairs
+
+
+def _is_held_out(a: int, b: int) -> bool:
+    return zlib.crc32(f"{min(a, b)}+{max(a, b)}".encode()) % 10 < 3

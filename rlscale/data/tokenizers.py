@@ -1,0 +1,112 @@
+"""Tokenizers: of a Hugging Face folder or hub name, or a bare SentencePiece model; chat template; end-of-text ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlscale.config.schema import ModelConfig
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tekken.json")
+
+
+def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer_path` (null: `model.path`), with `model.chat_template` where that is set.
+
+    A SentencePiece `.model` file, or a folder with nothing else to tokenize with, is read as it is; every other folder
+    or hub name goes to transformers unchanged.
+
+    Raises:
+        ValueError: nothing there, not a tokenizer, or a chat template that is missing or doesn't work.
+    """
+    key = "model.path" if cfg.tokenizer_path is None else "model.tokenizer_path"
+    tokenizer = _load(key, cfg.path if cfg.tokenizer_path is None else cfg.tokenizer_path)
+    if cfg.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(cfg.chat_template)
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever a template does
+            raise ValueError(f"model.chat_template: {type(error).__name__}: {error}") from error
+    return tokenizer
+
+
+def _load(key: str, name: str) -> Any:
+    path = Path(name).expanduser()
+    if not name:
+        raise ValueError(f"{key} is empty")
+    model = _sentencepiece_model(path)
+    if model is not None:
+        from rlscale.data.sentencepiece_model import SentencePieceTokenizer
+
+        return SentencePieceTokenizer.load(model)
+    # `models/typo` looks like a hub name, but is meant for the folder beside the working directory's other models
+    if not path.is_dir() and (not _HUB_NAME.fullmatch(name) or ("/" in name and path.parent.is_dir())):
+        raise ValueError(f"{key}: no folder {name}")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, AttributeError, ... here
+        what = "folder" if path.is_dir() else "neither a local folder nor readable from the hub:"
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{key}: {what} {name}: no tokenizer could be loaded ({type(error).__name__}: {reason})") from error
+
+
+def _sentencepiece_model(path: Path) -> Path | None:
+    """The bare SentencePiece model that `path` is or holds, if so."""
+    if path.suffix == ".model" and path.is_file():
+        return path
+    if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        models = sorted(path.glob("*.model"))
+        return models[0] if len(models) == 1 else None
+    return None
+
+
+def read_chat_template(template: str) -> str:
+    """The Jinja text of a template given inline or as a path.
+
+    Raises:
+        ValueError: it contains no Jinja and there is no such file.
+    """
+    if "{{" in template or "{%" in template:
+        return template
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise ValueError(f"model.chat_template: {template!r} is neither a Jinja template nor a file")
+    return path.read_text(encoding="utf-8")
+
+
+def eos_token_ids(model_path: str, tokenizer: Any) -> list[int]:
+    """Every id that ends a response, sorted: those of the model's generation config and the tokenizer's own.
+
+    A chat model often ends a turn with another token than a text; only its generation config knows both.
+
+    Raises:
+        ValueError: there is none at all, so that no response could end.
+    """
+    ids: set[int] = set()
+    for value in (_generation_eos(model_path), tokenizer.eos_token_id):
+        if value is not None:
+            ids.update(value if isinstance(value, list) else [value])
+    if not ids:
+        raise ValueError(f"model.path: {model_path} has no end-of-text token in its generation config or tokenizer")
+    return sorted(ids)
+
+
+def _generation_eos(model_path: str) -> int | list[int] | None:
+    folder = Path(model_path).expanduser()
+    if folder.is_dir():
+        file = folder / "generation_config.json"
+        return json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:  # many models on the hub have none
+        return None

@@ -1,0 +1,96 @@
+"""Scorers by name: the built-in ones, which data source uses which, and the user's own as `module:function`.
+
+A *spec* is what names a scorer: a built-in name (`last_number`), the default scorer of a data source
+(`source:openai/gsm8k`, which is what prompts out of files carry), or the user's `module:function` or
+`path/to/file.py:function`. Light to import: the trainer and every scorer process do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Scorer = Callable[..., Any]
+
+SCORERS = {
+    "last_number": "rlscale.reward.verifiers:last_number",
+    "exact_match": "rlscale.reward.verifiers:exact_match",
+    "math": "rlscale.reward.math_answer:math",
+    "reasoning_gym": "rlscale.reward.gym_answer:score",
+}
+SOURCES = {
+    "addition": "last_number",
+    "openai/gsm8k": "math",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "HuggingFaceH4/aime_2024": "math",
+    "math_dapo": "math",
+    "aime_2024": "math",
+}
+
+
+def expand(spec: str) -> str:
+    """The `module:function` behind a spec; file paths become absolute.
+
+    Raises:
+        ValueError: no such built-in scorer, no default scorer for that data source, or not of the form `module:function`.
+    """
+    if spec.startswith("source:"):
+        source = spec.removeprefix("source:")
+        if source not in SOURCES:
+            raise ValueError(
+                f"reward.scorer: the data source {source!r} has no default scorer; set reward.scorer to module:function, "
+                f"path/file.py:function or one of {', '.join(SCORERS)} (sources with a default: {', '.join(SOURCES)})"
+            )
+        spec = SOURCES[source]
+    if spec in SCORERS:
+        return SCORERS[spec]
+    module, colon, function = spec.rpartition(":")
+    if not colon or not module or not function.isidentifier():
+        raise ValueError(
+            f"reward.scorer: {spec!r} is neither module:function, path/file.py:function nor one of {', '.join(SCORERS)}"
+        )
+    if module.endswith(".py"):
+        module = str(Path(module).expanduser().resolve())
+    return f"{module}:{function}"
+
+
+def load(target: str) -> Scorer:
+    """The function of an expanded spec. Imports the user's module.
+
+    Raises:
+        ValueError: the file or module is missing or fails to import, or has no such function.
+    """
+    name, _, function = target.rpartition(":")
+    try:
+        module = _load_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+    except FileNotFoundError as error:
+        raise ValueError(f"reward.scorer {target}: no file {error.filename or name}") from error
+    except ModuleNotFoundError as error:
+        raise ValueError(f"reward.scorer {target}: no module named {error.name!r}") from error
+    except Exception as error:
+        raise ValueError(f"reward.scorer {target}: importing it raises {type(error).__name__}: {error}") from error
+    scorer = getattr(module, function, None)
+    if not callable(scorer):
+        raise ValueError(f"reward.scorer {target}: {name} has no function {function!r}")
+    return scorer
+
+
+def _load_file(path: Path) -> Any:
+    name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
