@@ -17,7 +17,7 @@ from typing import Protocol
 from rlscale.config.schema import ActorConfig, Config, CriticConfig, ParallelConfig, SourceConfig
 
 #: estimators that compare the responses to one prompt with each other: with one response there is nothing to compare
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "grpo_passk", "opo", "gpg", "remax", "maxrl")
+GROUP_ESTIMATORS = ("grpo", "grpo_passk", "opo", "rloo", "reinforce_plus_plus_baseline")
 #: folders under which this project keeps its own files; a path below them is never a hub name
 LOCAL_FOLDERS = ("models", "runs", "checkpoints", "data", "outputs")
 LOGGERS = ("jsonl", "tensorboard")
@@ -198,12 +198,7 @@ def _data(c: Config) -> Iterator[Violation]:
             )
     for i, train in enumerate(d.train):
         for j, val in enumerate(d.val):
-            if (
-                _procedural(train)
-                and _procedural(val)
-                and _identity(train) == _identity(val)
-                and train.seed == val.seed
-            ):
+            if _procedural(train) and _draw(train) == _draw(val):
                 yield Violation(
                     (f"data.train.{i}.seed", f"data.val.{j}.seed"),
                     f"data.train.{i} and data.val.{j} draw the same "
@@ -222,6 +217,11 @@ def _procedural(s: SourceConfig) -> bool:
 
 def _identity(s: SourceConfig) -> str:
     return f"task {s.task}" if s.task else f"reasoning_gym {s.reasoning_gym}"
+
+
+def _draw(s: SourceConfig) -> tuple[object, ...]:
+    """What decides the prompts of a procedural source, its size apart."""
+    return s.task, s.reasoning_gym, s.params, s.seed
 
 
 def _source(key: str, s: SourceConfig) -> Iterator[Violation]:
@@ -378,14 +378,6 @@ def _algorithm(c: Config) -> Iterator[Violation]:
 
 def _scorer(c: Config) -> Iterator[Violation]:
     scorer = c.reward.scorer
-    for part in ("train", "val"):
-        for i, source in enumerate(getattr(c.data, part)):
-            if source.files and scorer is None:
-                yield Violation(
-                    ("reward.scorer", f"data.{part}.{i}.files"),
-                    f"data.{part}.{i} reads files, which bring no scorer of "
-                    "their own; set reward.scorer to module:function",
-                )
     if scorer is None:
         if c.reward.scorer_args:
             yield Violation(
@@ -393,12 +385,13 @@ def _scorer(c: Config) -> Iterator[Violation]:
             )
         return
     where, colon, function = scorer.rpartition(":")
+    if not colon:  # the name of a built-in scorer: known where the scorers are
+        return
     is_file = where.endswith(".py")
     named = is_file or re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", where) is not None
-    if not colon or not named or not function.isidentifier():
-        yield Violation(
-            ("reward.scorer",), f"reward.scorer: {scorer!r} is not of the form module:function or path/file.py:function"
-        )
+    if not named or not function.isidentifier():
+        message = f"reward.scorer: {scorer!r} is not of the form module:function or path/file.py:function"
+        yield Violation(("reward.scorer",), message)
     elif is_file and not os.path.isfile(os.path.expanduser(where)):
         yield Violation(("reward.scorer",), f"reward.scorer: no such file: {where}")
 

@@ -34,7 +34,7 @@ class Panel:
 PANELS = (
     Panel("reward", "Reward", "mean reward of a response", (("training", "critic/score/mean"),), smooth=True),
     Panel("kl_reference", "KL to the reference policy", "nats a token",
-          (("in the loss", "actor/kl_loss"), ("in the reward", "actor/reward_kl_penalty"))),
+          (("k3, in the update", "actor/ref_kl"), ("in the reward", "actor/reward_kl_penalty"))),
     Panel("kl_old", "KL to the policy that sampled", "nats a token", (("", "actor/ppo_kl"),)),
     Panel("clip_fraction", "Clipped tokens", "share of tokens",
           (("ratio", "actor/pg_clipfrac"), ("dual clip", "actor/pg_clipfrac_lower"), ("value", "critic/vf_clipfrac")),

@@ -12,14 +12,14 @@ from typing import IO, Any
 #: (label, metric, format) of what is shown; a metric that a run doesn't have is left out
 SHOWN = (
     ("reward", "critic/score/mean", ".3f"),
-    ("kl", "actor/kl_loss", ".4f"),
+    ("kl", "actor/ref_kl", ".4f"),
     ("entropy", "actor/entropy", ".3f"),
     ("length", "response_length/mean", ".1f"),
     ("tokens/s", "perf/throughput", ".0f"),
     ("s/step", "timing_s/step", ".1f"),
 )
-#: where the KL to the reference is found if it is in the reward instead of the loss
-KL_FALLBACKS = ("actor/reward_kl_penalty", "critic/kl", "actor/ppo_kl")
+#: what stands in for the KL to the reference in a run that doesn't compute it in the update
+KL_FALLBACKS = ("actor/reward_kl_penalty", "actor/ppo_kl")
 
 
 class Progress:

@@ -23,7 +23,7 @@ def summarize(run_dir: str | os.PathLike[str], seconds: float | None = None) -> 
         seconds: wall-clock time of the whole run, start-up included; null in the summary if not known.
 
     Returns:
-        ``steps``, ``samples``, ``tokens`` (of the policy), ``seconds``, ``step_seconds`` (sum over the steps),
+        ``steps``, ``samples``, ``tokens`` (prompts and responses), ``seconds``, ``step_seconds`` (sum over the steps),
         ``tokens_per_second`` (in the steps), ``reward_first``/``reward_last`` (means over up to 5 steps at either end)
         and ``accuracy``: for each held-out source and measure ``{"before": ..., "after": ...}``, before being null if
         the run did not validate before training.
