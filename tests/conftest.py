@@ -67,9 +67,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     worlds.close()
     config = session.config
     deadline = time.monotonic() + LEFTOVERS_WITHIN
-    while (left := _left(config)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    config.stash[_leftovers] = left
+    left = _left(config)
+    while left and time.monotonic() < deadline:  # what another program makes and removes meanwhile is not ours
+        time.sleep(0.5)
+        left &= _left(config)
+    config.stash[_leftovers] = sorted(left)
     if left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -82,10 +84,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.line(line)
 
 
-def _left(config: pytest.Config) -> list[str]:
+def _left(config: pytest.Config) -> set[str]:
     """Processes with this session's mark, and new files in /dev/shm that no other program has in use."""
     mark = f"{MARK}={config.stash[_mark]}".encode()
-    left, foreign = [], set()
+    new = set(os.listdir(SHM)) - config.stash[_shm_before] if SHM.is_dir() else set()
+    left, foreign = set(), set()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
@@ -93,8 +96,7 @@ def _left(config: pytest.Config) -> list[str]:
             if mark in (folder / "environ").read_bytes():
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if command:  # a zombie has none
-                    left.append(f"process {folder.name}: {command[:200]}")
+                    left.add(f"process {folder.name}: {command[:200]}")
             else:
                 foreign |= set(re.findall(r"/dev/shm/(\S+)", (folder / "maps").read_text()))
-    new = set(os.listdir(SHM)) - config.stash[_shm_before] - foreign if SHM.is_dir() else set()
-    return left + [f"file /dev/shm/{name}" for name in sorted(new)]
+    return left | {f"file /dev/shm/{name}" for name in new - foreign}

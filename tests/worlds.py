@@ -241,15 +241,9 @@ def _follow(parent: int) -> None:
 
 
 def _initialise() -> None:
-    try:
-        from rlscale.cluster.device import init_distributed
-        from rlscale.config.schema import TrainerConfig
-    except ImportError:
-        import deepspeed
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed("gloo")
-        return
-    init_distributed(TrainerConfig(device="cpu"))
+    from rlscale.cluster.device import init_distributed
+
+    init_distributed("cpu", timeout_s=600.0)
 
 
 def _load(module: str, file: str, name: str) -> Callable[..., Any]:
