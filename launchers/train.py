@@ -1,0 +1,81 @@
+"""Start a run: ``deepspeed launchers/train.py --yaml FILE [section.key=value ...] [--dry-run]``.
+
+The same program runs on every rank. It reads and checks the configuration before anything heavy is imported, so that a
+mistake costs seconds: every violation is printed once, by the first rank, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
+
+USAGE_ERROR, RUN_ERROR = 2, 1
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--yaml", required=True, metavar="FILE", help="configuration of the run")
+    parser.add_argument("--dry-run", action="store_true", help="check configuration, sizes and placement, print them, stop")
+    parser.add_argument("--world-size", type=int, help="ranks to plan a dry run for (default: those that were started)")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # set by the launcher
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    world = args.world_size if args.dry_run and args.world_size else int(os.environ.get("WORLD_SIZE", "1"))
+    from rlscale.config import ConfigError
+    from rlscale.loop.launch import configure, describe
+
+    try:
+        cfg, spec = configure(args.yaml, args.overrides, world)
+    except ConfigError as error:
+        return fail(str(error), rank, USAGE_ERROR)
+    if args.dry_run:
+        if rank == 0:
+            print(describe(cfg, spec, world))
+        return 0
+    from rlscale.cluster.device import detect, init_distributed, prepare_process
+
+    try:
+        prepare_process(detect(cfg.trainer.device))
+        device = init_distributed(cfg.trainer.device, cfg.trainer.collective_timeout_s)
+        from rlscale.loop.rl import train
+
+        train(cfg, device)
+    except ValueError as error:  # the user's data or model, named by the message
+        return fail(str(error), rank, USAGE_ERROR)
+    except Exception as error:
+        traceback.print_exc()
+        return fail(f"{type(error).__name__}: {error}", rank, RUN_ERROR, every_rank=True)
+    return 0
+
+
+def fail(message: str, rank: int, code: int, every_rank: bool = False) -> int:
+    """Print what ended the run and return the exit code.
+
+    The launcher ends all ranks as soon as one has failed. An error that all ranks have found alike is told by the first
+    rank, and the others give it the time to.
+    """
+    if rank == 0 or every_rank:
+        print(f"error: rank {rank}: {message}" if every_rank else f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)
+        print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)  # a failed rank must not wait for the others' collectives or threads on its way out

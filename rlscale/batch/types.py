@@ -1,0 +1,129 @@
+"""The two shapes of experience: a `Trajectory` (one response, Python lists) and a `PackedBatch` (many, flat tensors).
+
+A batch holds response tokens only, in one row, with the prompts beside it: every per-token quantity of an algorithm
+(mask, log-probs, values, advantages, loss weights) is 1-D and aligned with the response tokens, and a prompt that several
+responses share is stored once. The batch is the *global* one and identical on every rank: it is made of a few integers a
+token, so that every statistic of an algorithm (group mean, whitening, loss weight) is computed from global counts by
+construction, and only the model's work is divided over ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Trajectory:
+    """One sampled response. ``response_mask`` is 1 for tokens sampled by the policy, 0 for observations (tool output)."""
+
+    prompt_index: int  # position of the prompt in the step's global prompt list = its group
+    sample_index: int  # which of the n responses to that prompt
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    rollout_logprobs: list[float]  # of the sampled tokens under the sampling policy (0.0 at observations)
+    reward: float = 0.0
+    reward_failed: bool = False
+    finish_reason: str = ""  # stop | length | abort
+    prompt_text: str = ""
+    response_text: str = ""
+    data_source: str = ""
+    reward_error: str = ""
+    extra: dict[str, float] = field(default_factory=dict)  # further numbers from the scorer, logged by name
+
+
+@dataclass
+class PackedBatch:
+    """``B`` responses of ``T`` tokens in all, to ``G`` prompts of ``P`` tokens in all. Every tensor is on the CPU."""
+
+    prompt_tokens: Tensor  # [P] int64
+    prompt_cu_seqlens: Tensor  # [G+1] int64
+    group: Tensor  # [B] int64: prompt of each response
+    tokens: Tensor  # [T] int64
+    cu_seqlens: Tensor  # [B+1] int64
+    mask: Tensor  # [T] float32: 1 = token of the policy, 0 = observation
+    rewards: Tensor  # [B] float32: score of the whole response
+    rollout_logprobs: Tensor | None = None  # [T] float32
+    old_logprobs: Tensor | None = None  # [T] float32
+    ref_logprobs: Tensor | None = None  # [T] float32
+    values: Tensor | None = None  # [T] float32
+    token_rewards: Tensor | None = None  # [T] float32
+    advantages: Tensor | None = None  # [T] float32
+    returns: Tensor | None = None  # [T] float32
+    weights: Tensor | None = None  # [T] float32: loss weight of each token, from global counts
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[B] tokens of each response."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """[G] tokens of each prompt."""
+        return self.prompt_cu_seqlens.diff()
+
+    def select(self, rows: Tensor) -> PackedBatch:
+        """The batch of the given responses, in the given order. ``rows``: [b] int64. Prompts are kept whole and in place."""
+        lengths = self.response_lengths[rows]
+        cu = torch.zeros(rows.numel() + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=cu[1:])
+        starts = self.cu_seqlens[rows]
+        at = torch.repeat_interleave(starts - cu[:-1], lengths) + torch.arange(int(cu[-1]))
+        out: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in PER_TOKEN and value is not None:
+                value = value[at]
+            elif f.name in ("group", "rewards"):
+                value = value[rows]
+            out[f.name] = value
+        out["cu_seqlens"] = cu
+        out["extra"] = {k: v for k, v in self.extra.items()}
+        return PackedBatch(**out)
+
+
+PER_TOKEN = ("tokens", "mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages",
+             "returns", "weights")
+
+
+def pack(trajectories: list[Trajectory]) -> PackedBatch:
+    """One flat batch of the given trajectories, in their order.
+
+    Raises:
+        ValueError: two trajectories of one group have different prompts, or per-token lists of different lengths.
+    """
+    prompts: dict[int, list[int]] = {}
+    for t in trajectories:
+        if prompts.setdefault(t.prompt_index, t.prompt_ids) != t.prompt_ids:
+            raise ValueError(f"trajectories of prompt {t.prompt_index} have different prompt tokens")
+        if not len(t.response_ids) == len(t.response_mask) == len(t.rollout_logprobs):
+            raise ValueError(f"prompt {t.prompt_index} sample {t.sample_index}: token, mask and log-prob counts differ")
+    order = {p: g for g, p in enumerate(sorted(prompts))}
+
+    def flat(rows: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([x for row in rows for x in row], dtype=dtype)
+
+    def cu(rows: list[Any]) -> Tensor:
+        return torch.tensor([0] + [len(r) for r in rows], dtype=torch.int64).cumsum(0)
+
+    in_order = [prompts[p] for p in sorted(prompts)]
+    responses = [t.response_ids for t in trajectories]
+    return PackedBatch(
+        prompt_tokens=flat(in_order, torch.int64),
+        prompt_cu_seqlens=cu(in_order),
+        group=torch.tensor([order[t.prompt_index] for t in trajectories], dtype=torch.int64),
+        tokens=flat(responses, torch.int64),
+        cu_seqlens=cu(responses),
+        mask=flat([t.response_mask for t in trajectories], torch.float32),
+        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+        rollout_logprobs=flat([t.rollout_logprobs for t in trajectories], torch.float32),
+    )

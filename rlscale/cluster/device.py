@@ -1,0 +1,132 @@
+"""The accelerator of this process and its world: CPU over gloo or CUDA over NCCL, behind one object."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+# glibc's mallopt(3) parameters
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
+
+
+@dataclass(frozen=True)
+class Device:
+    kind: str  # cpu | cuda
+    rank: int
+    local_rank: int
+    world: int
+    local_world: int
+
+    @property
+    def torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+    def synchronize(self) -> None:
+        """Wait for queued work, so that a timer around it means something."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+
+def tune_malloc() -> bool:
+    """Keep freed memory in the process (glibc only; True if it was done).
+
+    Training allocates and frees the same large tensors every step. By default glibc maps each of them afresh, and the
+    page faults take a good part of the step on a CPU.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
+    except (OSError, AttributeError):
+        return False
+    wanted = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20), (M_ARENA_MAX, 1))
+    return all([libc.mallopt(*pair) == 1 for pair in wanted])
+
+
+def prepare_process(kind: str) -> None:
+    """Settings that must be in place before torch and DeepSpeed are imported."""
+    cores = len(os.sched_getaffinity(0))
+    # more threads than cores on a machine are many times slower than too few
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_world())))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if kind == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        tune_malloc()
+
+
+def detect(wanted: str) -> str:
+    """cpu or cuda for trainer.device. Raises ValueError when cuda is asked for and there is none."""
+    if wanted == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if wanted == "cuda":
+        raise ValueError("trainer.device: cuda was asked for, but torch sees no CUDA device")
+    return "cpu"
+
+
+def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0) -> Device:
+    """Join the world that the launcher describes in RANK, WORLD_SIZE, LOCAL_RANK; alone without them.
+
+    Raises:
+        ValueError: trainer.device asks for CUDA and there is none.
+    """
+    kind = detect(wanted)
+    prepare_process(kind)
+    import torch
+    import torch.distributed as dist
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(free_port())
+    rank, world, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if kind == "cpu":
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        torch.cuda.set_device(local)
+    import deepspeed
+
+    # its shared-memory collective compiles for most of a minute and leaves a file a rank behind in /dev/shm for ever
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():
+        deepspeed.init_distributed(
+            dist_backend="nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s), verbose=False,
+            auto_mpi_discovery=False,
+        )  # fmt: skip
+    elif not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
+    return Device(kind=kind, rank=rank, local_rank=local, world=world, local_world=local_world())
+
+
+def local_world() -> int:
+    """Ranks on this machine, as torchrun (LOCAL_WORLD_SIZE) or DeepSpeed's launcher (LOCAL_SIZE) says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

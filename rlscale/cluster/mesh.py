@@ -1,0 +1,186 @@
+"""Where a rank stands: the arithmetic of parallel dimensions and the process groups that belong to it.
+
+Every role (actor, critic, reference) has a mesh of its own, so that their layouts may differ inside one process; nothing
+is kept in Megatron's global parallel state. Rank order is Megatron's default: tensor fastest, then Ulysses sequence, data
+and pipeline slowest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from rlscale.config.schema import ParallelConfig
+
+
+class Coords(NamedTuple):
+    tp: int
+    sp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Sizes of the tensor, Ulysses-sequence, data and pipeline dimensions; their product is the world size."""
+
+    tp: int = 1
+    sp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, world: int) -> ParallelDims:
+        """The dimensions of a role in a world of ``world`` ranks; what TP, PP and SP leave is data-parallel.
+
+        Raises:
+            ValueError: the world size is not divisible by TP x PP x SP.
+        """
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        sp = parallel.ulysses_sequence_parallel_size
+        if world % (tp * pp * sp):
+            raise ValueError(
+                f"world size {world} is not divisible by tensor_model_parallel_size {tp} x "
+                f"pipeline_model_parallel_size {pp} x ulysses_sequence_parallel_size {sp}"
+            )
+        return cls(tp=tp, sp=sp, dp=world // (tp * pp * sp), pp=pp)
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.sp * self.dp * self.pp
+
+    def coords(self, rank: int) -> Coords:
+        """Place of a global rank along every dimension."""
+        rank, tp = divmod(rank, self.tp)
+        rank, sp = divmod(rank, self.sp)
+        pp, dp = divmod(rank, self.dp)
+        return Coords(tp, sp, dp, pp)
+
+    def rank_of(self, tp: int = 0, sp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The global rank at a place; the inverse of `coords`."""
+        return tp + self.tp * (sp + self.sp * (dp + self.dp * pp))
+
+    def ranks_along(self, *varying: str, fixed: Coords) -> list[int]:
+        """Ranks that differ from ``fixed`` along the named dimensions only, in rank order."""
+        out = []
+        for rank in range(self.world):
+            at = self.coords(rank)
+            if all(getattr(at, d) == getattr(fixed, d) for d in at._fields if d not in varying):
+                out.append(rank)
+        return out
+
+
+class Mesh:
+    """The process groups of one layout, as seen from this rank. Construction is collective over the world."""
+
+    _cache: dict[ParallelDims, Mesh] = {}
+
+    def __init__(self, dims: ParallelDims):
+        import torch.distributed as dist
+
+        if dims.world != dist.get_world_size():
+            raise ValueError(f"layout {dims} needs {dims.world} ranks, the world has {dist.get_world_size()}")
+        self.dims = dims
+        self.rank = dist.get_rank()
+        self.coords = dims.coords(self.rank)
+        self.tp_group = self._group("tp")
+        self.sp_group = self._group("sp")
+        self.pp_group = self._group("pp")
+        self.mp_group = self._group("tp", "pp")
+        self.dp_group = self._group("dp", "sp")  # ranks that hold equal parameters: what ZeRO partitions over
+        self.embd_group = self._ends()
+
+    @classmethod
+    def get(cls, dims: ParallelDims) -> Mesh:
+        """The mesh of these dimensions, made once a process; every rank must ask in the same order."""
+        if dims not in cls._cache:
+            cls._cache[dims] = cls(dims)
+        return cls._cache[dims]
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drop cached meshes (their process groups are gone, e.g. after destroy_process_group)."""
+        cls._cache.clear()
+
+    def _lines(self, *varying: str) -> list[list[int]]:
+        seen: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.dims.world):
+            line = self.dims.ranks_along(*varying, fixed=self.dims.coords(rank))
+            seen[tuple(line)] = line
+        return list(seen.values())
+
+    def _group(self, *varying: str) -> Any:
+        import torch.distributed as dist
+
+        mine = None
+        for line in self._lines(*varying):  # every rank creates every group, in the same order
+            group = dist.new_group(line)
+            if self.rank in line:
+                mine = group
+        return mine
+
+    def _ends(self) -> Any:
+        """First and last pipeline stage: the two holders of a tied embedding."""
+        import torch.distributed as dist
+
+        mine = None
+        for line in self._lines("pp"):
+            ends = sorted({line[0], line[-1]})
+            group = dist.new_group(ends)
+            if self.rank in ends:
+                mine = group
+        return mine
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coords.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coords.pp == self.dims.pp - 1
+
+    @cached_property
+    def pg(self) -> Any:
+        """The groups in the form in which Megatron-core takes them."""
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        solo = self.sp_group if self.dims.sp == 1 else self._solo()
+        return ProcessGroupCollection(
+            tp=self.tp_group, pp=self.pp_group, mp=self.mp_group, dp=self.dp_group, dp_cp=self.dp_group,
+            # Megatron's own context parallelism stays off: Ulysses happens inside our core attention
+            cp=solo, tp_cp=self.tp_group, ep=solo, expt_tp=self.tp_group, expt_dp=self.dp_group, tp_ep=self.tp_group,
+            embd=self.embd_group, pos_embd=solo,
+        )
+
+    def _solo(self) -> Any:
+        import torch.distributed as dist
+
+        groups = [dist.new_group([rank]) for rank in range(self.dims.world)]
+        return groups[self.rank]
+
+    def mpu(self) -> type:
+        """The groups in the form in which DeepSpeed takes them (`mpu` of deepspeed.initialize)."""
+        import torch.distributed as dist
+
+        mesh = self
+
+        class Groups:
+            """`initialize_sequence_parallel` is absent on purpose: DeepSpeed would ignore the rest of this object."""
+
+            get_model_parallel_group = staticmethod(lambda: mesh.mp_group)
+            get_model_parallel_world_size = staticmethod(lambda: dist.get_world_size(mesh.mp_group))
+            get_model_parallel_rank = staticmethod(lambda: dist.get_rank(mesh.mp_group))
+            get_data_parallel_group = staticmethod(lambda: mesh.dp_group)
+            get_data_parallel_world_size = staticmethod(lambda: dist.get_world_size(mesh.dp_group))
+            get_data_parallel_rank = staticmethod(lambda: dist.get_rank(mesh.dp_group))
+            get_data_parallel_group_ranks = staticmethod(lambda: dist.get_process_group_ranks(mesh.dp_group))
+            get_tensor_model_parallel_group = staticmethod(lambda: mesh.tp_group)
+            get_tensor_model_parallel_world_size = staticmethod(lambda: mesh.dims.tp)
+            get_tensor_model_parallel_rank = staticmethod(lambda: mesh.coords.tp)
+            get_tensor_model_parallel_src_rank = staticmethod(lambda: dist.get_global_rank(mesh.tp_group, 0))
+            get_pipeline_model_parallel_group = staticmethod(lambda: mesh.pp_group)
+            get_pipeline_model_parallel_world_size = staticmethod(lambda: mesh.dims.pp)
+            get_pipeline_model_parallel_rank = staticmethod(lambda: mesh.coords.pp)
+
+        return Groups

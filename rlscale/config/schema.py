@@ -1,0 +1,217 @@
+"""The configuration of a run: one dataclass per component, one documented field per key.
+
+Every key of a YAML file is a field here, and every field has its help text and unit in ``metadata["help"]``: the
+reference table of the README and ``yamls/reference.yaml`` are checked against this module. Names follow veRL where the
+thing is the same. Nothing is validated here; `rlscale.config.load` reads files and `rlscale.config.validate` reports
+every violation at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def opt(default: Any, help: str, **constraints: Any) -> Any:
+    """A documented field. ``constraints``: ``choices`` (tuple), ``min``/``max`` (inclusive), ``above``/``below`` (exclusive)."""
+    meta = {"help": help, **constraints}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+def help_of(cls: type, name: str) -> str:
+    """The help text of one field of a configuration dataclass."""
+    return next(f.metadata["help"] for f in fields(cls) if f.name == name)
+
+
+@dataclass
+class TrainerConfig:
+    run_dir: str = opt("runs/default", "folder of the run: config, metrics, events, rollouts, plots, checkpoints")
+    seed: int = opt(1, "seed of initialisation, shuffling and sampling", min=0)
+    device: str = opt("auto", "accelerator: auto takes cuda if there is one", choices=("auto", "cpu", "cuda"))
+    total_training_steps: int | None = opt(None, "steps (rollout batches) of the run; null: total_epochs decides", min=1)
+    total_epochs: int = opt(1, "passes over the training data, used where total_training_steps is null", min=1)
+    save_freq: int = opt(0, "steps between exports of the policy to checkpoints/ as a Hugging Face folder; 0: only at the end, -1: never", min=-1)
+    test_freq: int = opt(0, "steps between validations; 0: only before and after training, -1: never", min=-1)
+    val_before_train: bool = opt(True, "validate before the first step")
+    resume_mode: str = opt("disable", "disable: start anew (exact resuming is not built yet)", choices=("disable",))
+    logger: list[str] = opt(["jsonl", "tensorboard"], "metric writers: any of jsonl, tensorboard")
+    rollout_dump_freq: int = opt(1, "steps between rollouts/step_*.jsonl files; 0: none", min=0)
+    plots: bool = opt(True, "draw plots/*.png at the end of the run")
+    critic_warmup: int = opt(0, "steps in which only the critic is updated", min=0)
+    collective_timeout_s: float = opt(1800.0, "seconds after which a stalled collective ends the run", above=0)
+
+
+@dataclass
+class SourceConfig:
+    """One source of prompts; exactly one of ``task``, ``reasoning_gym`` and ``files`` is set."""
+
+    task: str | None = opt(None, "built-in procedural task by name, e.g. addition")
+    reasoning_gym: str | None = opt(None, "name of a reasoning-gym task, e.g. chain_sum")
+    files: list[str] = opt([], "JSONL or Parquet files with one prompt a row")
+    size: int = opt(1024, "prompts drawn from a procedural source (files are read whole)", min=1)
+    seed: int = opt(0, "seed of a procedural source; train and validation must differ", min=0)
+    params: dict[str, Any] = opt({}, "keyword arguments of the procedural task")
+
+
+@dataclass
+class DataConfig:
+    train: list[SourceConfig] = opt([], "sources of training prompts")
+    val: list[SourceConfig] = opt([], "sources of held-out prompts")
+    train_batch_size: int = opt(8, "prompts a step, global", min=1)
+    max_prompt_length: int = opt(512, "tokens a prompt, chat template included", min=1)
+    max_response_length: int = opt(512, "tokens a response", min=1)
+    overlong_prompts: str = opt("filter", "prompts longer than max_prompt_length: filtered with a count, or an error",
+                                choices=("filter", "error"))
+    shuffle: bool = opt(True, "shuffle each epoch with trainer.seed")
+    system_prompt: str | None = opt(None, "system message put before each conversation that has none")
+    prompt_key: str = opt("prompt", "column with the chat list or the text")
+    data_source_key: str = opt("data_source", "column with the name under which rewards and accuracy are reported")
+    ground_truth_key: str = opt("reward_model.ground_truth", "column (dots go into structures) with the right answer")
+    extra_info_key: str = opt("extra_info", "column with anything else the scorer needs")
+
+
+@dataclass
+class ModelConfig:
+    path: str = opt("", "local Hugging Face folder, or a hub name handed to transformers unchanged")
+    tokenizer_path: str | None = opt(None, "tokenizer folder or hub name; null: model.path")
+    dtype: str = opt("bfloat16", "working dtype of the weights; the optimizer keeps fp32 masters",
+                     choices=("bfloat16", "float32"))
+    chat_template: str | None = opt(None, "Jinja chat template, or a path to one; null: the tokenizer's own")
+
+
+@dataclass
+class ParallelConfig:
+    tensor_model_parallel_size: int = opt(1, "ranks over which each matrix is split (TP)", min=1)
+    pipeline_model_parallel_size: int = opt(1, "ranks over which the layers are split (PP)", min=1)
+    ulysses_sequence_parallel_size: int = opt(1, "ranks over which each packed row is split (Ulysses SP)", min=1)
+    sequence_parallel: bool = opt(False, "Megatron sequence parallelism in the norms; needs TP > 1")
+    zero_stage: int = opt(1, "DeepSpeed ZeRO stage over the data-parallel ranks", choices=(0, 1, 2, 3))
+
+
+@dataclass
+class OptimConfig:
+    lr: float = opt(1e-6, "peak learning rate", above=0)
+    betas: list[float] = opt([0.9, 0.999], "AdamW betas")
+    eps: float = opt(1e-8, "AdamW epsilon", above=0)
+    weight_decay: float = opt(0.0, "AdamW decoupled weight decay", min=0)
+    grad_clip: float = opt(1.0, "global gradient norm above which gradients are scaled down; 0: no clipping", min=0)
+    lr_scheduler: str = opt("constant", "learning rate after the warm-up", choices=("constant", "cosine", "linear"))
+    lr_warmup_steps: int = opt(0, "optimizer steps of linear warm-up", min=0)
+    min_lr_ratio: float = opt(0.0, "final learning rate as a share of lr (cosine, linear)", min=0, max=1)
+
+
+@dataclass
+class ActorConfig:
+    parallel: ParallelConfig = opt(ParallelConfig, "layout of the actor")
+    optim: OptimConfig = opt(OptimConfig, "optimizer of the actor")
+    ppo_mini_batch_size: int = opt(8, "prompts an optimizer step, global", min=1)
+    ppo_epochs: int = opt(1, "passes over each rollout batch", min=1)
+    use_dynamic_bsz: bool = opt(True, "cut micro-batches by tokens instead of by sequences")
+    ppo_max_token_len_per_gpu: int = opt(4096, "tokens a micro-batch, per rank (use_dynamic_bsz)", min=1)
+    ppo_micro_batch_size_per_gpu: int = opt(8, "sequences a micro-batch, per rank (without use_dynamic_bsz)", min=1)
+    share_prompt_prefix: bool = opt(True, "compute the prompt of a group once for all its responses in a micro-batch")
+    shuffle: bool = opt(True, "reshuffle prompts between epochs with trainer.seed")
+    policy_loss: str = opt("ppo", "policy loss by its name in the registry of rlscale.algo")
+    policy_loss_args: dict[str, Any] = opt({}, "further keyword arguments of the policy loss")
+    clip_ratio_low: float = opt(0.2, "ratio clipped below at 1 - clip_ratio_low", min=0, max=1)
+    clip_ratio_high: float = opt(0.2, "ratio clipped above at 1 + clip_ratio_high", min=0)
+    clip_ratio_c: float | None = opt(3.0, "dual clip: bound of the loss of a negative advantage; null: none", above=1)
+    loss_agg_mode: str = opt("token-mean", "weight of a token in the loss",
+                             choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
+                                      "seq-mean-token-sum-norm"))
+    loss_scale_factor: float | None = opt(None, "C of seq-mean-token-sum-norm; null: max_response_length", above=0)
+    entropy_coeff: float = opt(0.0, "weight of the entropy bonus in the loss")
+    use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
+    kl_loss_coef: float = opt(0.001, "weight of that KL", min=0)
+    kl_loss_type: str = opt("low_var_kl", "estimator of that KL: k1, abs, k2, k3 (= low_var_kl) and their + variants")
+    recompute: bool = opt(False, "recompute activations layer by layer in the backward pass")
+    head_chunk_tokens: int = opt(1024, "tokens whose logits exist at one time", min=1)
+
+
+@dataclass
+class CriticConfig:
+    path: str | None = opt(None, "Hugging Face folder that initialises the critic; null: model.path with a new value head")
+    parallel: ParallelConfig = opt(ParallelConfig, "layout of the critic")
+    optim: OptimConfig = opt(OptimConfig, "optimizer of the critic")
+    ppo_mini_batch_size: int | None = opt(None, "prompts an optimizer step, global; null: the actor's", min=1)
+    ppo_epochs: int | None = opt(None, "passes over each rollout batch; null: the actor's", min=1)
+    use_dynamic_bsz: bool = opt(True, "cut micro-batches by tokens instead of by sequences")
+    ppo_max_token_len_per_gpu: int = opt(4096, "tokens a micro-batch, per rank (use_dynamic_bsz)", min=1)
+    ppo_micro_batch_size_per_gpu: int = opt(8, "sequences a micro-batch, per rank (without use_dynamic_bsz)", min=1)
+    cliprange_value: float = opt(0.5, "values are clipped this far from the old ones in the value loss", above=0)
+    loss_agg_mode: str = opt("token-mean", "weight of a token in the value loss",
+                             choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
+                                      "seq-mean-token-sum-norm"))
+    recompute: bool = opt(False, "recompute activations layer by layer in the backward pass")
+
+
+@dataclass
+class RolloutConfig:
+    tensor_model_parallel_size: int = opt(1, "ranks (devices) of one vLLM engine", min=1)
+    n: int = opt(8, "responses a prompt", min=1)
+    temperature: float = opt(1.0, "sampling temperature in training", above=0)
+    top_p: float = opt(1.0, "nucleus sampling in training", above=0, max=1)
+    top_k: int = opt(-1, "top-k sampling in training; -1: off", min=-1)
+    val_n: int = opt(1, "responses a held-out prompt", min=1)
+    val_temperature: float = opt(0.0, "temperature of validation; 0: greedy", min=0)
+    val_top_p: float = opt(1.0, "nucleus sampling of validation", above=0, max=1)
+    dtype: str | None = opt(None, "dtype of the engine; null: model.dtype", choices=("bfloat16", "float32", None))
+    max_num_seqs: int = opt(64, "responses decoded at one time, per engine", min=1)
+    max_num_batched_tokens: int | None = opt(None, "tokens a scheduler step, per engine; null: vLLM's default", min=1)
+    kv_cache_memory_gb: float = opt(1.0, "GiB of key-value cache a device on CPU", above=0)
+    gpu_memory_utilization: float = opt(0.5, "share of the device memory that vLLM may use on GPU", above=0, max=1)
+    enforce_eager: bool = opt(True, "no compilation and no CUDA graphs in vLLM")
+    enable_prefix_caching: bool = opt(True, "share the key-value cache of equal prefixes")
+    prefetch_groups: int = opt(2, "prompts an idle engine claims at a time", min=1)
+    sync_bucket_mb: int = opt(64, "MiB of weights on the way to the engine at one time, per rank", min=1)
+    logprob_check_freq: int = opt(0, "steps between comparisons of trainer and engine log-probs; 0: first step only, -1: never",
+                                  min=-1)
+    logprob_check_bound: float = opt(0.05, "mean absolute difference of log-probs above which the run stops", above=0)
+    start_timeout_s: float = opt(300.0, "seconds for an engine to start", above=0)
+    request_timeout_s: float = opt(1800.0, "seconds for one step's generation", above=0)
+    engine_args: dict[str, Any] = opt({}, "further arguments of vLLM's engine, handed over unchanged")
+
+
+@dataclass
+class RewardConfig:
+    scorer: str | None = opt(None, "scorer as module:function or path/file.py:function; null: the one of the data source")
+    scorer_args: dict[str, Any] = opt({}, "further keyword arguments of the scorer")
+    num_workers: int = opt(1, "scorer processes per rollout leader", min=1)
+    timeout_s: float = opt(10.0, "seconds for scoring one response; then it counts as a failure", above=0)
+
+
+@dataclass
+class KLControlConfig:
+    type: str = opt("fixed", "controller of the KL coefficient in the reward", choices=("fixed", "adaptive"))
+    kl_coef: float = opt(0.001, "(initial) coefficient", min=0)
+    horizon: float = opt(10000.0, "samples over which the adaptive controller corrects", above=0)
+    target_kl: float = opt(0.1, "KL the adaptive controller aims at, nats a token", above=0)
+
+
+@dataclass
+class AlgorithmConfig:
+    adv_estimator: str = opt("grpo", "advantage estimator by its name in the registry of rlscale.algo")
+    adv_args: dict[str, Any] = opt({}, "further keyword arguments of the estimator")
+    gamma: float = opt(1.0, "discount a token", min=0, max=1)
+    lam: float = opt(1.0, "lambda of GAE", min=0, max=1)
+    norm_adv_by_std_in_grpo: bool = opt(True, "divide by the standard deviation of the group")
+    use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")
+    kl_penalty: str = opt("k1", "estimator of that KL")
+    kl_ctrl: KLControlConfig = opt(KLControlConfig, "coefficient of that KL")
+
+
+@dataclass
+class Config:
+    task: str = opt("rl", "what to run", choices=("rl",))
+    trainer: TrainerConfig = opt(TrainerConfig, "the run")
+    data: DataConfig = opt(DataConfig, "prompts")
+    model: ModelConfig = opt(ModelConfig, "the policy's start")
+    actor: ActorConfig = opt(ActorConfig, "the policy under training")
+    critic: CriticConfig = opt(CriticConfig, "the value model (adv_estimator: gae)")
+    rollout: RolloutConfig = opt(RolloutConfig, "generation")
+    reward: RewardConfig = opt(RewardConfig, "scoring")
+    algorithm: AlgorithmConfig = opt(AlgorithmConfig, "advantages and KL")

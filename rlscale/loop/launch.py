@@ -1,0 +1,89 @@
+"""Before a run starts: read and check its configuration with the model's shapes, and say where everything will be placed."""
+
+from __future__ import annotations
+
+from rlscale.cluster.mesh import ParallelDims
+from rlscale.config import ConfigError, load
+from rlscale.config.schema import Config, ParallelConfig
+from rlscale.config.validate import find_violations, uses_critic, uses_reference
+from rlscale.model.arch import ModelSpec
+
+
+def configure(path: str, overrides: list[str], world: int) -> tuple[Config, ModelSpec]:
+    """The checked configuration and the shapes of its model.
+
+    Raises:
+        ConfigError: everything that is wrong, reported together; the model's own contradictions once it can be read.
+    """
+    from rlscale.algo.advantages import ADVANTAGES
+    from rlscale.algo.kl import names as kl_names
+    from rlscale.algo.policy_loss import POLICY_LOSSES
+
+    cfg = load(path, overrides)
+    registries = {
+        "algorithm.adv_estimator": ADVANTAGES.names(),
+        "algorithm.kl_penalty": kl_names(),
+        "actor.kl_loss_type": kl_names(),
+        "actor.policy_loss": POLICY_LOSSES.names(),
+    }
+    found = [v.message for v in find_violations(cfg, world, registries=registries)]
+    try:
+        spec = ModelSpec.from_hf(cfg.model.path)
+    except (ValueError, OSError) as error:
+        if not any("model.path" in message for message in found):
+            found.append(f"model.path: {error}")
+    else:
+        found = [v.message for v in find_violations(cfg, world, spec=spec, registries=registries)]
+        window = spec.sliding_window
+        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+        if window is not None and window < longest:
+            found.append(
+                f"model.path: the model attends to a window of {window} tokens, which is not supported where data.max_prompt_length "
+                f"+ data.max_response_length = {longest} exceeds it"
+            )
+    if found:
+        raise ConfigError(found)
+    return cfg, spec
+
+
+def describe(cfg: Config, spec: ModelSpec, world: int) -> str:
+    """Sizes and the placement of every rank, as text for --dry-run."""
+    n = cfg.rollout.n
+    mini = cfg.actor.ppo_mini_batch_size
+    lines = [
+        f"model      {cfg.model.path}: {spec.architecture}, {parameters(spec) / 1e6:.1f} M parameters, {spec.num_layers} layers, "
+        f"{spec.heads} heads, {spec.kv_heads} key-value heads, vocabulary {spec.vocab}, {cfg.model.dtype}",
+        f"algorithm  {cfg.algorithm.adv_estimator} advantages, {cfg.actor.policy_loss} policy loss, {cfg.actor.loss_agg_mode}",
+        f"step       {cfg.data.train_batch_size} prompts x {n} responses = {cfg.data.train_batch_size * n} samples, at most "
+        f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length} tokens each",
+        f"update     {cfg.actor.ppo_epochs} epoch(s) of {-(-cfg.data.train_batch_size // mini)} mini-batch(es) of {mini * n} samples",
+        f"actor      {_dims(cfg.actor.parallel, world)}",
+    ]
+    if uses_reference(cfg):
+        lines.append(f"reference  {_dims(cfg.actor.parallel, world)}, frozen")
+    if uses_critic(cfg):
+        lines.append(f"critic     {_dims(cfg.critic.parallel, world)}")
+    tp = cfg.rollout.tensor_model_parallel_size
+    lines.append(f"rollout    {world // tp} vLLM engine(s) of {tp} device(s)")
+    for rank in range(world):
+        at = ParallelDims.of(cfg.actor.parallel, world).coords(rank)
+        place = f"actor dp {at.dp} pp {at.pp} tp {at.tp}"
+        if uses_critic(cfg):
+            at = ParallelDims.of(cfg.critic.parallel, world).coords(rank)
+            place += f" | critic dp {at.dp} pp {at.pp} tp {at.tp}"
+        lines.append(f"  rank {rank:<4} {place} | engine {rank // tp} worker {rank % tp}" + (" (leader)" if rank % tp == 0 else ""))
+    return "\n".join(lines)
+
+
+def parameters(spec: ModelSpec) -> int:
+    """Parameters of the whole model."""
+    from rlscale.reshard.layout import volume, whole
+    from rlscale.reshard.megatron import hf_shapes
+
+    return sum(volume(whole(shape)) for shape in hf_shapes(spec).values())
+
+
+def _dims(parallel: ParallelConfig, world: int) -> str:
+    dims = ParallelDims.of(parallel, world)
+    sp = " + sequence parallel" if parallel.sequence_parallel else ""
+    return f"data {dims.dp} x pipeline {dims.pp} x tensor {dims.tp}{sp}, ZeRO-{parallel.zero_stage}"

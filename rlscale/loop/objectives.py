@@ -1,0 +1,88 @@
+"""From a configuration to the loss functions of the engines: the only place where options, algorithms and batches meet.
+
+A loss function sees one micro-batch and returns a sum weighted by `PackedBatch.weights`, which were made from the counts
+of the whole mini-batch, and sums for the log (see `rlscale.observe.metrics`), so that any division adds up to the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlscale.algo import kl as kl_estimators
+from rlscale.algo.policy_loss import policy_loss, prepare
+from rlscale.algo.value_loss import value_loss
+from rlscale.batch.types import PackedBatch
+from rlscale.config.schema import ActorConfig, CriticConfig
+
+# losses that are exactly zero, with zero gradient, for a response whose advantages are all zero
+ZERO_AT_ZERO_ADVANTAGE = {"ppo", "vanilla", "gspo", "cispo", "gpg", "reinforce", "sapo", "geo_mean", "dppo_tv", "dppo_kl"}
+
+
+def masked_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """Sum of x where weight is not 0; a NaN at a masked place cannot leak."""
+    return torch.where(weight != 0, x * weight, torch.zeros_like(x)).sum()
+
+
+def actor_loss(cfg: ActorConfig, mini: PackedBatch) -> Any:
+    """Loss of the policy on micro-batches of ``mini``: policy loss - entropy_coeff * entropy + kl_loss_coef * KL."""
+    args = dict(cfg.policy_loss_args)
+    if mini.old_logprobs is not None:
+        args |= prepare(
+            cfg.policy_loss, logprobs=mini.old_logprobs, old_logprobs=mini.old_logprobs, advantages=mini.advantages,
+            mask=mini.mask, cu_seqlens=mini.cu_seqlens, clip_low=cfg.clip_ratio_low, clip_high=cfg.clip_ratio_high,
+            **cfg.policy_loss_args,
+        )  # fmt: skip
+
+    def loss_fn(out: Any, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert out.logprobs is not None and micro.advantages is not None and micro.weights is not None
+        # one optimizer step a batch: the old policy is the current one, and its ratio is 1 with the right gradient
+        old = out.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+        loss, sums = policy_loss(
+            cfg.policy_loss, logprobs=out.logprobs, old_logprobs=old, advantages=micro.advantages, mask=micro.mask,
+            weights=micro.weights, cu_seqlens=micro.cu_seqlens, clip_low=cfg.clip_ratio_low, clip_high=cfg.clip_ratio_high,
+            clip_c=cfg.clip_ratio_c, **args,
+        )  # fmt: skip
+        sums = {"pg_loss": loss, **sums, "tokens": micro.mask.sum()}
+        if out.entropy is not None:
+            sums["entropy"] = masked_sum(out.entropy, micro.mask)
+            if cfg.entropy_coeff:
+                loss = loss - cfg.entropy_coeff * masked_sum(out.entropy, micro.weights)
+        if micro.ref_logprobs is not None:
+            sums["ref_kl"] = masked_sum(kl_estimators.kl("k3", out.logprobs.detach(), micro.ref_logprobs), micro.mask)
+            if cfg.use_kl_loss:
+                estimate = kl_estimators.kl(cfg.kl_loss_type, out.logprobs, micro.ref_logprobs)
+                sums["kl_loss"] = masked_sum(estimate, micro.weights)
+                loss = loss + cfg.kl_loss_coef * sums["kl_loss"]
+        return loss, sums
+
+    return loss_fn
+
+
+def critic_loss(cfg: CriticConfig) -> Any:
+    """Clipped value loss (PPO) over the response tokens."""
+
+    def loss_fn(out: Any, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert out.values is not None and micro.values is not None and micro.returns is not None
+        loss, sums = value_loss(
+            out.values, micro.values, micro.returns, micro.mask, micro.weights, clip=cfg.cliprange_value
+        )
+        return loss, {"vf_loss": loss, **sums, "tokens": micro.mask.sum()}
+
+    return loss_fn
+
+
+def contributing_rows(cfg: ActorConfig, batch: PackedBatch) -> Tensor:
+    """[b] rows that can change the policy: a response with no advantage, no KL and no entropy term need not be computed."""
+    rows = torch.arange(batch.num_samples)
+    if cfg.policy_loss not in ZERO_AT_ZERO_ADVANTAGE or cfg.use_kl_loss or cfg.entropy_coeff:
+        return rows
+    assert batch.advantages is not None and batch.weights is not None
+    live = (batch.advantages != 0) & (batch.weights != 0)
+    count = torch.zeros(batch.num_samples, dtype=torch.int64)
+    owner = torch.repeat_interleave(rows, batch.response_lengths)
+    return rows[count.index_add_(0, owner, live.long()) > 0]
+
+

@@ -1,0 +1,225 @@
+"""What a step tells its user: metrics under DESIGN's names, rollout files, validation, the end of the run."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlscale.batch.types import PackedBatch, Trajectory
+from rlscale.config.schema import Config
+from rlscale.loop.state import Run
+from rlscale.observe import plots, summary
+from rlscale.observe.timers import Timers
+
+
+def check_scores(trajectories: list[Trajectory], step: int) -> None:
+    """Stop when the scorer failed on every response of a step: there is nothing left to learn from.
+
+    Raises:
+        RuntimeError: all responses of the step have ``reward_failed``; the message carries the first error.
+    """
+    if trajectories and all(t.reward_failed for t in trajectories):
+        raise RuntimeError(
+            f"step {step}: the scorer failed on all {len(trajectories)} responses; first error: {trajectories[0].reward_error}"
+        )
+
+
+def compare_logprobs(cfg: Config, batch: PackedBatch, trainer: Tensor, step: int) -> dict[str, float]:
+    """Absolute difference of trainer and engine log-probs over the sampled tokens.
+
+    Raises:
+        RuntimeError: its mean is above rollout.logprob_check_bound.
+    """
+    assert batch.rollout_logprobs is not None
+    diff = (trainer - batch.rollout_logprobs).abs()[batch.mask != 0]
+    mean, worst = float(diff.mean()), float(diff.max())
+    bound = cfg.rollout.logprob_check_bound
+    if not mean <= bound:
+        raise RuntimeError(
+            f"step {step}: the log-probs of trainer and engine differ by {mean:.4g} on average, above "
+            f"rollout.logprob_check_bound {bound:g} (worst token {worst:.4g}). Either the engine holds other weights than the "
+            "trainer, or the two compute the model differently (dtype, attention, rotary scaling); a run would learn from the "
+            "wrong ratio. If the difference is that of the dtype alone, raise the bound or use model.dtype: float32"
+        )
+    return {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": worst}
+
+
+def spread(prefix: str, values: Tensor) -> dict[str, float]:
+    """mean, max and min under prefix/, e.g. response_length/mean."""
+    values = values.float()
+    if values.numel() == 0:
+        return {}
+    return {f"{prefix}/mean": float(values.mean()), f"{prefix}/max": float(values.max()), f"{prefix}/min": float(values.min())}
+
+
+def batch_metrics(run: Run, trajectories: list[Trajectory], batch: PackedBatch) -> dict[str, float]:
+    """Lengths, scores, advantages and group contrast of one rollout batch."""
+    own = batch.mask != 0
+    lengths = batch.response_lengths
+    prompts = batch.prompt_lengths[batch.group]
+    groups = int(batch.group.max()) + 1
+    stds = torch.stack([batch.rewards[batch.group == g].std(correction=0) for g in range(groups)])
+    assert batch.advantages is not None and batch.returns is not None and batch.token_rewards is not None
+    owner = torch.repeat_interleave(torch.arange(batch.num_samples), lengths)
+    shaped = torch.zeros(batch.num_samples).index_add_(0, owner, batch.token_rewards)
+    out = {
+        "batch/num_samples": float(batch.num_samples),
+        "batch/num_tokens": float(prompts.sum() + lengths.sum()),
+        "batch/num_response_tokens": float(lengths.sum()),
+        "group/reward_std": float(stds.mean()),
+        "group/zero_std_frac": float((stds == 0).float().mean()),
+        "critic/score/std": float(batch.rewards.std(correction=0)),
+        "critic/advantages/std": float(batch.advantages[own].std(correction=0)),
+        "response_length/clip_ratio": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
+        "reward/failures": float(sum(t.reward_failed for t in trajectories)),
+        **spread("response_length", lengths), **spread("prompt_length", prompts),
+        **spread("critic/score", batch.rewards), **spread("critic/rewards", shaped),
+        **spread("critic/advantages", batch.advantages[own]), **spread("critic/returns", batch.returns[own]),
+    }  # fmt: skip
+    if batch.values is not None:
+        out.update(spread("critic/values", batch.values[own]))
+    extras: dict[str, list[float]] = defaultdict(list)
+    for t in trajectories:
+        for name, value in t.extra.items():
+            extras[name].append(value)
+    out.update({f"reward/{name}": sum(v) / len(v) for name, v in extras.items()})
+    return out
+
+
+def _ratio(records: list[dict[str, float]], name: str, over: str) -> float | None:
+    total = sum(r.get(over, 0.0) for r in records)
+    found = any(name in r for r in records)
+    return sum(r.get(name, 0.0) for r in records) / total if found and total else None
+
+
+def _mean(records: list[dict[str, float]], name: str) -> float | None:
+    values = [r[name] for r in records if name in r]
+    return sum(values) / len(values) if values else None
+
+
+def _known(metrics: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def actor_metrics(records: list[dict[str, float]]) -> dict[str, float]:
+    """Losses are means over optimizer steps; per-token figures are means over the tokens that were computed."""
+    out: dict[str, float | None] = {
+        f"actor/{name}": _ratio(records, name, "tokens")
+        for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "ref_kl")
+    }
+    out |= {f"actor/{name}": _mean(records, name) for name in ("pg_loss", "kl_loss", "grad_norm")}
+    return _known(out | {"actor/lr": records[-1]["lr"]})
+
+
+def critic_metrics(records: list[dict[str, float]], batch: PackedBatch) -> dict[str, float]:
+    """The value loss, and how much of the variance of the returns the old values explain."""
+    assert batch.values is not None and batch.returns is not None
+    own = batch.mask != 0
+    returns, values = batch.returns[own], batch.values[own]
+    variance = returns.var(correction=0)
+    explained = float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else 0.0
+    return _known(
+        {
+            "critic/vf_loss": _mean(records, "vf_loss"),
+            "critic/vf_clipfrac": _ratio(records, "vf_clipfrac", "tokens"),
+            "critic/vf_explained_var": explained,
+            "critic/grad_norm": _mean(records, "grad_norm"),
+            "critic/lr": records[-1]["lr"],
+        }
+    )
+
+
+def timing(run: Run, timers: Timers, batch: PackedBatch) -> dict[str, float]:
+    """timing_s/* of the step and tokens (prompt + response) a second of the whole job."""
+    out = timers.take()
+    tokens = float(batch.prompt_lengths[batch.group].sum() + batch.response_lengths.sum())
+    run.tokens_seen += int(tokens)
+    out["perf/throughput"] = tokens / out["timing_s/step"]
+    out["perf/total_tokens"] = float(run.tokens_seen)
+    return out
+
+
+def rollouts(run: Run, step: int, trajectories: list[Trajectory], batch: PackedBatch) -> None:
+    """rollouts/step_*.jsonl: one object a response."""
+    freq = run.cfg.trainer.rollout_dump_freq
+    if run.device.rank or freq == 0 or step % freq:
+        return
+    assert batch.advantages is not None
+    rows = []
+    for i, t in enumerate(trajectories):
+        span = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
+        rows.append(_row(t) | {"advantage": [round(a, 6) for a in batch.advantages[span].tolist()]})
+    run.writer.rollouts(step, rows)
+
+
+def _row(t: Trajectory) -> dict[str, Any]:
+    return {
+        "prompt_index": t.prompt_index, "sample_index": t.sample_index, "data_source": t.data_source, "prompt": t.prompt_text,
+        "response": t.response_text, "prompt_ids": t.prompt_ids, "response_ids": t.response_ids,
+        "finish_reason": t.finish_reason, "reward": t.reward, "reward_error": t.reward_error,
+    }  # fmt: skip
+
+
+def validation_metrics(trajectories: list[Trajectory], n: int) -> dict[str, float]:
+    """val/<source>/mean@n, and with n > 1 best@n (expected best) and maj@n (score of the most frequent answer text)."""
+    by_source: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
+    for t in trajectories:
+        by_source[t.data_source][t.prompt_index].append(t)
+    out: dict[str, float] = {}
+    for source, groups in sorted(by_source.items()):
+        scores = [t.reward for group in groups.values() for t in group]
+        out[f"val/{source}/mean@{n}"] = sum(scores) / len(scores)
+        if n > 1:
+            out[f"val/{source}/best@{n}"] = sum(max(t.reward for t in g) for g in groups.values()) / len(groups)
+            out[f"val/{source}/maj@{n}"] = sum(_majority(g) for g in groups.values()) / len(groups)
+    return out
+
+
+def _majority(group: list[Trajectory]) -> float:
+    answers = Counter(t.response_text.strip() for t in group)
+    top = max(answers.values())
+    winners = [a for a, count in answers.items() if count == top]
+    by_answer = {t.response_text.strip(): t.reward for t in group}
+    return sum(by_answer[a] for a in winners) / len(winners)
+
+
+def validation(run: Run, step: int, trajectories: list[Trajectory], metrics: dict[str, float]) -> None:
+    """rollouts/val_*.jsonl and a line on the screen; before the first step also a record of its own (step 0)."""
+    run.writer.rollouts(step, [_row(t) for t in trajectories], kind="val")
+    run.progress.message(
+        f"validation at step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
+    )
+    run.progress.restart_clock()
+    if step == 0:
+        run.writer.log(0, metrics)
+
+
+def export_policy(run: Run, step: int) -> None:
+    """checkpoints/step_*: the policy as a Hugging Face folder that transformers and vLLM open."""
+    from rlscale.model.arch import resolve_folder
+    from rlscale.reshard.safetensors_io import export_hf
+
+    folder = Path(run.cfg.trainer.run_dir) / "checkpoints" / f"step_{step:06d}"
+    export_hf(
+        folder, run.actor.layout(), run.actor.tensors(), reference_folder=resolve_folder(run.cfg.model.path),
+        dtype=run.actor.dtype,
+    )  # fmt: skip
+    run.progress.message(f"exported the policy of step {step} to {folder}")
+    run.progress.restart_clock()
+
+
+def finish(run: Run) -> None:
+    """Plots and the closing summary, on rank 0."""
+    run.progress.close()
+    run.writer.close()
+    if run.device.rank:
+        return
+    folder = Path(run.cfg.trainer.run_dir)
+    if run.cfg.trainer.plots:
+        plots.draw(folder)
+    summary.print_summary(summary.summarize(folder, time.time() - run.started))

@@ -1,0 +1,212 @@
+"""Reinforcement learning: one step reads as the algorithm, and a run is the steps with validation around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlscale.algo.advantages import estimate_advantages
+from rlscale.algo.kl import kl
+from rlscale.algo.policy_loss import PREPARE
+from rlscale.batch.types import PackedBatch, Trajectory, pack
+from rlscale.batch.weights import loss_weights
+from rlscale.cluster.device import Device
+from rlscale.config.schema import Config
+from rlscale.loop import report
+from rlscale.loop.objectives import actor_loss, contributing_rows, critic_loss, masked_sum
+from rlscale.loop.state import Run, build
+from rlscale.observe.timers import Timers
+from rlscale.rollout.sampling import Sampling
+
+
+def train(cfg: Config, device: Device) -> None:
+    """Run the configured algorithm to its end. Collective over the world; errors end the process with a message."""
+    run = build(cfg, device)
+    try:
+        if cfg.trainer.val_before_train:
+            validate(run, 0)
+        for step in range(1, run.total_steps + 1):
+            metrics = train_step(run, step)
+            last = step == run.total_steps
+            if run.val and cfg.trainer.test_freq >= 0 and (last or _due(step, cfg.trainer.test_freq)):
+                metrics.update(validate(run, step))
+            run.writer.log(step, metrics)
+            run.progress.step(step, metrics)
+            if cfg.trainer.save_freq >= 0 and (last or _due(step, cfg.trainer.save_freq)):
+                report.export_policy(run, step)
+        report.finish(run)
+    finally:
+        run.close()
+
+
+def _due(step: int, freq: int) -> bool:
+    return freq > 0 and step % freq == 0
+
+
+def train_step(run: Run, step: int) -> dict[str, float]:
+    """One step: sample, score, estimate advantages, update, hand the new weights to the engines."""
+    cfg, timers = run.cfg, Timers(run.device.synchronize, run.progress.phase)
+    with timers("step"):
+        prompts = run.train.next_batch()
+        with timers("gen"):
+            mine = run.rollout.generate(prompts, train_sampling(cfg, step), run.pool)
+            trajectories = exchange(mine, len(prompts) * cfg.rollout.n)
+        batch = pack(trajectories)
+        report.check_scores(trajectories, step)
+        metrics = _log_probs(run, batch, step, timers)
+        if run.critic is not None:
+            with timers("values"):
+                batch.values = run.critic.values(batch)
+        with timers("adv"):
+            metrics.update(advantages(run, batch))
+        if run.critic is not None:
+            with timers("update_critic"):
+                metrics.update(update_critic(run, batch, step))
+        if step > cfg.trainer.critic_warmup:
+            with timers("update_actor"):
+                metrics.update(update_actor(run, batch, step))
+            with timers("sync"):
+                metrics.update(run.rollout.sync(run.actor.layout(), run.actor.tensors()))
+    report.rollouts(run, step, trajectories, batch)
+    return {**metrics, **report.batch_metrics(run, trajectories, batch), **report.timing(run, timers, batch)}
+
+
+def train_sampling(cfg: Config, step: int) -> Sampling:
+    r = cfg.rollout
+    return Sampling(
+        n=r.n, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, max_tokens=cfg.data.max_response_length,
+        seed=cfg.trainer.seed * 1_000_003 + step,
+    )  # fmt: skip
+
+
+def exchange(mine: list[Trajectory], expected: int) -> list[Trajectory]:
+    """All trajectories of the step on every rank, ordered by prompt and sample, whoever sampled them.
+
+    Raises:
+        RuntimeError: the leaders together did not bring the expected number.
+    """
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, mine)
+    everything = sorted((t for share in shares for t in share), key=lambda t: (t.prompt_index, t.sample_index))
+    if len(everything) != expected:
+        raise RuntimeError(f"rollout brought {len(everything)} responses, expected {expected}")
+    return everything
+
+
+def _log_probs(run: Run, batch: PackedBatch, step: int, timers: Timers) -> dict[str, float]:
+    """Old and reference log-probs where the algorithm uses them, and the comparison of trainer and engine."""
+    cfg = run.cfg
+    freq = cfg.rollout.logprob_check_freq
+    check = freq >= 0 and (step == 1 or _due(step, freq))
+    several = len(list(mini_batches(run, batch, step))) > 1
+    needed = several or cfg.algorithm.use_kl_in_reward or cfg.actor.policy_loss in PREPARE.names()
+    metrics: dict[str, float] = {}
+    if needed or check:
+        with timers("old_log_prob"):
+            current, _ = run.actor.logprobs(batch)
+        if check:
+            metrics = report.compare_logprobs(cfg, batch, current, step)
+        batch.old_logprobs = current if needed else None
+    if run.reference is not None:
+        with timers("ref"):
+            batch.ref_logprobs, _ = run.reference.logprobs(batch)
+    return metrics
+
+
+def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
+    """Token rewards (score at the last token of the policy, KL penalty if configured), advantages and returns."""
+    algo = run.cfg.algorithm
+    metrics: dict[str, float] = {}
+    batch.token_rewards = rewards_at_last_token(batch)
+    if algo.use_kl_in_reward:
+        penalty = kl(algo.kl_penalty, batch.old_logprobs, batch.ref_logprobs)
+        penalty = torch.where(batch.mask != 0, penalty, torch.zeros_like(penalty))
+        coef = run.kl_controller.value
+        batch.token_rewards = batch.token_rewards - coef * penalty
+        mean_kl = float(masked_sum(penalty, loss_weights(batch.mask, batch.cu_seqlens, "seq-mean-token-mean")))
+        run.kl_controller.update(mean_kl, batch.num_samples)
+        metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
+    out = estimate_advantages(
+        algo.adv_estimator, token_rewards=batch.token_rewards, mask=batch.mask, cu_seqlens=batch.cu_seqlens,
+        group=batch.group, values=batch.values, gamma=algo.gamma, lam=algo.lam, norm_by_std=algo.norm_adv_by_std_in_grpo,
+        **algo.adv_args,
+    )  # fmt: skip
+    batch.advantages, batch.returns = out.advantages, out.returns
+    return metrics
+
+
+def rewards_at_last_token(batch: PackedBatch) -> torch.Tensor:
+    """[T] with each response's reward at its last policy token (its last token if it has none)."""
+    rewards = torch.zeros(batch.tokens.numel())
+    position = torch.arange(batch.tokens.numel())
+    owner = torch.repeat_interleave(torch.arange(batch.num_samples), batch.response_lengths)
+    last = batch.cu_seqlens[1:] - 1
+    own = position[batch.mask != 0]
+    last = last.clone().scatter_reduce_(0, owner[batch.mask != 0], own, "amax", include_self=False)
+    some = batch.response_lengths > 0
+    rewards[last[some]] = batch.rewards[some]
+    return rewards
+
+
+def mini_batches(run: Run, batch: PackedBatch, step: int, size: int | None = None, epochs: int | None = None) -> Iterator[Any]:
+    """Rows of each mini-batch, epoch after epoch: whole groups, reshuffled from the second epoch on (seed and step)."""
+    actor = run.cfg.actor
+    groups = batch.prompt_cu_seqlens.numel() - 1
+    size, order = size or actor.ppo_mini_batch_size, torch.arange(groups)
+    rows = torch.arange(batch.num_samples)
+    for epoch in range(epochs or actor.ppo_epochs):
+        if epoch and actor.shuffle:
+            order = torch.randperm(groups, generator=torch.Generator().manual_seed(hash((run.cfg.trainer.seed, step, epoch))))
+        for chunk in order.split(size):
+            yield rows[torch.isin(batch.group, chunk)]
+
+
+def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
+    """Optimizer steps of the policy over the mini-batches."""
+    actor = run.cfg.actor
+    records = []
+    for rows in mini_batches(run, batch, step):
+        mini = batch.select(rows)
+        mini.weights = loss_weights(
+            mini.mask, mini.cu_seqlens, actor.loss_agg_mode,
+            scale_factor=actor.loss_scale_factor or run.cfg.data.max_response_length,
+        )  # fmt: skip
+        live = mini.select(contributing_rows(actor, mini))
+        records.append(run.actor.update(live, actor_loss(actor, mini), entropy=True, entropy_grad=actor.entropy_coeff != 0))
+    return report.actor_metrics(records)
+
+
+def update_critic(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
+    """Optimizer steps of the value model over its mini-batches."""
+    cfg = run.cfg.critic
+    assert run.critic is not None
+    records = []
+    for rows in mini_batches(run, batch, step, cfg.ppo_mini_batch_size, cfg.ppo_epochs):
+        mini = batch.select(rows)
+        mini.weights = loss_weights(
+            mini.mask, mini.cu_seqlens, cfg.loss_agg_mode, scale_factor=float(run.cfg.data.max_response_length)
+        )
+        records.append(run.critic.update(mini, critic_loss(cfg)))
+    return report.critic_metrics(records, batch)
+
+
+def validate(run: Run, step: int) -> dict[str, float]:
+    """Sample and score the held-out prompts: mean, best and majority by data source."""
+    if run.val is None:
+        return {}
+    cfg, started = run.cfg, time.time()
+    r = cfg.rollout
+    sampling = Sampling(
+        n=r.val_n, temperature=r.val_temperature, top_p=r.val_top_p, top_k=-1, max_tokens=cfg.data.max_response_length,
+        seed=cfg.trainer.seed,
+    )  # fmt: skip
+    prompts = run.val.all()
+    trajectories = exchange(run.rollout.generate(prompts, sampling, run.pool), len(prompts) * r.val_n)
+    metrics = report.validation_metrics(trajectories, r.val_n)
+    metrics["timing_s/testing"] = time.time() - started
+    report.validation(run, step, trajectories, metrics)
+    return metrics

@@ -1,0 +1,137 @@
+"""What the steps of a run share: engines, data, rollout, writers. Built once, closed once, collectively."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlscale.cluster.device import Device
+from rlscale.config.schema import ActorConfig, Config, CriticConfig
+from rlscale.config.validate import uses_critic, uses_reference
+from rlscale.data.dataset import PromptData
+from rlscale.data.tokenizers import eos_token_ids, load_tokenizer
+from rlscale.model.arch import ModelSpec
+from rlscale.observe.progress import Progress
+from rlscale.observe.writers import RunWriter
+from rlscale.reward.pool import RewardPool
+from rlscale.rollout.engine import Rollout
+from rlscale.train.engine import Batching, Engine
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class Run:
+    """Everything a step touches."""
+
+    cfg: Config
+    device: Device
+    total_steps: int
+    train: PromptData
+    val: PromptData | None
+    actor: Engine
+    reference: Engine | None
+    critic: Engine | None
+    rollout: Rollout
+    pool: RewardPool | None  # on rollout leaders
+    writer: RunWriter
+    progress: Progress
+    kl_controller: Any
+    started: float = field(default_factory=time.time)
+    tokens_seen: int = 0
+
+    def close(self) -> None:
+        """End engine and scorer processes and flush the writers; safe after an error on any rank."""
+        for part in (self.pool, self.rollout, self.progress, self.writer):
+            if part is not None:
+                part.close()
+
+
+def planned_steps(cfg: Config, prompts: int) -> int:
+    """Steps of the run: total_training_steps, or as many batches as total_epochs hold."""
+    per_epoch = prompts // cfg.data.train_batch_size
+    return cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
+
+
+def batching(part: ActorConfig | CriticConfig, actor: ActorConfig) -> Batching:
+    return Batching(
+        max_tokens=part.ppo_max_token_len_per_gpu if part.use_dynamic_bsz else None,
+        max_sequences=None if part.use_dynamic_bsz else part.ppo_micro_batch_size_per_gpu,
+        share_prefix=actor.share_prompt_prefix, recompute=part.recompute, head_chunk=actor.head_chunk_tokens,
+    )  # fmt: skip
+
+
+def optimizer_steps(cfg: Config, steps: int, mini_batch: int, epochs: int) -> int:
+    return steps * epochs * math.ceil(cfg.data.train_batch_size / mini_batch)
+
+
+def build(cfg: Config, device: Device) -> Run:
+    """Load data and models, start the engines. Collective; raises before anything trains if a part does not fit."""
+    tokenizer = load_tokenizer(cfg.model)
+    spec = ModelSpec.from_hf(cfg.model.path)
+    seed = cfg.trainer.seed
+    data = PromptData(cfg.data.train, cfg.data, tokenizer, cfg.data.train_batch_size, seed, cfg.data.shuffle)
+    val = PromptData(cfg.data.val, cfg.data, tokenizer, None, seed, False) if cfg.data.val else None
+    steps = planned_steps(cfg, len(data))
+    dtype = DTYPES[cfg.model.dtype]
+    common: dict[str, Any] = dict(device=device, dtype=dtype, seed=seed)
+    # vLLM first: it starts in processes of its own while the memory of this one is still small
+    prompts = data.all() + (val.all() if val else [])
+    pool = RewardPool(cfg.reward, {p.scorer for p in prompts}) if is_leader(cfg, device) else None
+    rollout = Rollout(cfg, device, cfg.trainer.run_dir, tokenizer=tokenizer, eos_ids=eos_token_ids(cfg.model.path, tokenizer))
+    try:
+        actor_steps = optimizer_steps(cfg, steps, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs)
+        actor = Engine(
+            "actor", spec, cfg.model.path, cfg.actor.parallel, cfg.actor.optim, batching(cfg.actor, cfg.actor),
+            temperature=cfg.rollout.temperature, total_steps=actor_steps, **common,
+        )  # fmt: skip
+        reference = None
+        if uses_reference(cfg):
+            reference = Engine(
+                "reference", spec, cfg.model.path, cfg.actor.parallel, None, batching(cfg.actor, cfg.actor),
+                temperature=cfg.rollout.temperature, **common,
+            )  # fmt: skip
+        critic = _critic(cfg, spec, steps, common) if uses_critic(cfg) else None
+        rollout.start()
+    except BaseException:
+        rollout.close()
+        if pool is not None:
+            pool.close()
+        raise
+    return Run(
+        cfg=cfg, device=device, total_steps=steps, train=data, val=val, actor=actor, reference=reference, critic=critic,
+        rollout=rollout, pool=pool, writer=RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank),
+        progress=Progress(steps, rank=device.rank), kl_controller=_kl_controller(cfg),
+    )  # fmt: skip
+
+
+def is_leader(cfg: Config, device: Device) -> bool:
+    """Whether this rank hosts a vLLM engine."""
+    return device.rank % cfg.rollout.tensor_model_parallel_size == 0
+
+
+def _critic(cfg: Config, spec: ModelSpec, steps: int, common: dict[str, Any]) -> Engine:
+    mini = cfg.critic.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
+    epochs = cfg.critic.ppo_epochs or cfg.actor.ppo_epochs
+    path = cfg.critic.path or cfg.model.path
+    own = ModelSpec.from_hf(path) if cfg.critic.path else spec
+    return Engine(
+        "critic", own.as_critic(), path, cfg.critic.parallel, cfg.critic.optim, batching(cfg.critic, cfg.actor),
+        total_steps=optimizer_steps(cfg, steps, mini, epochs), **common,
+    )  # fmt: skip
+
+
+def _kl_controller(cfg: Config) -> Any:
+    from rlscale.algo.kl import AdaptiveKL, FixedKL
+
+    ctrl = cfg.algorithm.kl_ctrl
+    if ctrl.type == "adaptive":
+        return AdaptiveKL(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+    return FixedKL(ctrl.kl_coef)
+
+

@@ -1,0 +1,153 @@
+"""Attention over a packed row with shared prompts, as the core attention of Megatron's layers.
+
+Megatron's projections hand over queries, keys and values of the whole row; rotary embedding and attention happen here,
+because only here the positions and borders of the packed row are known (the GPTModel is built without position
+embedding). Three kernels compute the same thing:
+
+* dense blocks: one small masked matrix product a block. At a few hundred tokens this beats a fused kernel on a CPU.
+* segments: scaled_dot_product_attention of every response over prompt + itself; memory linear in the key length.
+* varlen (CUDA): torch's variable-length flash attention, with the keys of each response gathered behind its prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from rlscale.model.packing import Block, ModelRow
+
+DENSE_BLOCK_TOKENS = 1024  # blocks up to this length use the dense kernel (its score matrix is length^2 a head)
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """What Megatron passes through its layers untouched: the row and the rotary table."""
+
+    row: ModelRow | None = None
+    cos: Tensor | None = None  # [S, 1, head_dim]
+    sin: Tensor | None = None  # [S, 1, head_dim]
+
+
+def pack_params(row: ModelRow, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> PackedRow:
+    """Rotary tables of a row, in fp32 until the last cast (as transformers does it). ``inv_freq``: [head_dim / 2]."""
+    angles = row.positions.float()[:, None] * inv_freq[None]
+    both = torch.cat((angles, angles), dim=-1)[:, None]
+    return PackedRow(qkv_format="thd", row=row, cos=(both.cos() * scale).to(dtype), sin=(both.sin() * scale).to(dtype))
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (Su et al. 2021) in the half-split form of the Llama family. ``x``: [S, heads, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def block_bias(block: Block, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[L, L] additive mask of a block: causal, and a response sees only its prompt and itself."""
+    owner = torch.zeros(block.length, dtype=torch.int64)
+    for i, (start, n) in enumerate(block.segments, start=1):
+        owner[start - block.start : start - block.start + n] = i
+    at = torch.arange(block.length)
+    visible = (at[:, None] >= at[None]) & ((owner[None] == 0) | (owner[:, None] == owner[None]))
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf")).to(device)
+
+
+def dense_block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Masked softmax attention of one block. q: [L, H, D]; k, v: [L, G, D]; bias: [L, L]. Returns [L, H, D]."""
+    length, heads, dim = q.shape
+    groups = k.shape[1]
+    per = heads // groups
+    q = (q * scale).view(length, groups, per, dim).permute(1, 2, 0, 3).reshape(groups, per * length, dim)
+    scores = torch.bmm(q, k.permute(1, 2, 0)).view(groups, per, length, length) + bias
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype).view(groups, per * length, length)
+    out = torch.bmm(weights, v.transpose(0, 1))
+    return out.view(groups, per, length, dim).permute(2, 0, 1, 3).reshape(length, heads, dim)
+
+
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Tensor:
+    """The same, response by response, without an L x L matrix. q: [L, H, D]; k, v: [L, G, D]."""
+    gqa = q.shape[1] != k.shape[1]
+
+    def attend(qs: Tensor, ks: Tensor, vs: Tensor, mask: Tensor | None) -> Tensor:
+        qs, ks, vs = (x.transpose(0, 1)[None] for x in (qs, ks, vs))
+        out = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+        return out[0].transpose(0, 1)
+
+    p = block.prompt
+    outs = [attend(q[:p], k[:p], v[:p], None)]
+    for start, n in block.segments:
+        a = start - block.start
+        keys, values = (torch.cat((x[:p], x[a : a + n])) for x in (k, v))
+        # row i of the response sees the whole prompt and its own first i + 1 tokens
+        mask = torch.ones(n, p + n, dtype=torch.bool, device=q.device).tril(diagonal=p)
+        outs.append(attend(q[a : a + n], keys, values, mask))
+    return torch.cat(outs)
+
+
+def varlen_plan(row: ModelRow) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """Key gather index and the two cumulative lengths of flash attention: cu_q, cu_k, and the longest of each."""
+    device = row.tokens.device
+    index: list[Tensor] = []
+    q_len: list[int] = []
+    k_len: list[int] = []
+    for block in row.blocks:
+        prompt = torch.arange(block.start, block.start + block.prompt)
+        index.append(prompt)
+        q_len.append(block.prompt)
+        k_len.append(block.prompt)
+        for start, n in block.segments:
+            index.extend((prompt, torch.arange(start, start + n)))
+            q_len.append(n)
+            k_len.append(block.prompt + n)
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(device, torch.int32) for x in (q_len, k_len))
+    return torch.cat(index).to(device), cu_q, cu_k, max(q_len), max(k_len)
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention inside the blocks of a packed row; takes the place of Megatron's core attention."""
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any):
+        super().__init__(config=config)
+        self.scale = config.kv_channels**-0.5
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None, packed_seq_params: PackedRow | None = None,
+    ) -> Tensor:  # fmt: skip
+        """query: [S, H, D]; key, value: [S, G, D] of this tensor-parallel rank. Returns [S, H * D]."""
+        assert packed_seq_params is not None and packed_seq_params.row is not None
+        row = packed_seq_params.row
+        q = apply_rotary(query, packed_seq_params.cos, packed_seq_params.sin)
+        k = apply_rotary(key, packed_seq_params.cos, packed_seq_params.sin)
+        out = self._varlen(q, k, value, row) if q.is_cuda and q.dtype != torch.float32 else self._blocks(q, k, value, row)
+        return out.reshape(out.shape[0], -1)
+
+    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, row: ModelRow) -> Tensor:
+        outs = []
+        for i, block in enumerate(row.blocks):
+            span = slice(block.start, block.start + block.length)
+            if block.length <= DENSE_BLOCK_TOKENS:
+                if ("bias", i) not in row.cache:
+                    row.cache["bias", i] = block_bias(block, q.dtype, q.device)
+                outs.append(dense_block(q[span], k[span], v[span], row.cache["bias", i], self.scale))
+            else:
+                outs.append(segment_attention(q[span], k[span], v[span], block, self.scale))
+        return torch.cat(outs)
+
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, row: ModelRow) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if "varlen" not in row.cache:
+            row.cache["varlen"] = varlen_plan(row)
+        index, cu_q, cu_k, max_q, max_k = row.cache["varlen"]
+        keys, values = k.index_select(0, index), v.index_select(0, index)
+        # flash attention aligns the causal mask with the end of the keys: a response sees its whole prompt
+        return varlen_attn(
+            q, keys, values, cu_q, cu_k, max_q, max_k, scale=self.scale, window_size=(-1, 0),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip

@@ -1,0 +1,183 @@
+"""One pipeline stage of a Megatron GPTModel, built from a `ModelSpec`, that yields log-probs or values instead of logits.
+
+`Stage` is what DeepSpeed wraps. It embeds and runs its layers; on the last stage it takes only the hidden states that
+predict a response token through the head, in chunks, so that full logits never exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlscale.cluster import megatron_cpu
+from rlscale.cluster.mesh import Mesh
+from rlscale.model.arch import ModelSpec
+from rlscale.model.head import vocab_parallel_logprob_entropy
+from rlscale.model.packing import ModelRow
+
+megatron_cpu.enable()  # before any Megatron module is imported
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from rlscale.model.attention import PackedAttention, pack_params  # noqa: E402
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm (Zhang & Sennrich 2019) that is right under sequence parallelism.
+
+    With sequence parallelism each tensor-parallel rank sees a part of the row, so the weight's gradient is a sum over
+    ranks. It is summed inside autograd: then it is complete before any ZeRO stage reads or partitions it.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps = eps
+        self.tp_group = config.rlscale_tp_group if config.sequence_parallel else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if self.tp_group is not None:
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
+        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+
+class HeadNorm(RMSNorm):
+    """The q and k norm of Qwen3. Heads are split over tensor-parallel ranks, so its gradient is always a sum over them."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(config, hidden_size, eps)
+        self.tp_group = config.rlscale_tp_group if config.tensor_model_parallel_size > 1 else None
+
+
+class Body(GPTModel):
+    """A GPTModel whose forward ends with the final norm, and whose tied weights need no broadcast at construction."""
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Weights are always loaded, so the copies of a tied embedding are equal without Megatron's all-reduce."""
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    def head_weight(self) -> Tensor:
+        """[vocab / tp, hidden] output weight of the last stage."""
+        if self.share_embeddings_and_output_weights and self.pre_process:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight
+
+
+class Stage(nn.Module):
+    """This rank's part of a model: layers of its pipeline stage, its tensor-parallel slice of each."""
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, config: TransformerConfig, *, temperature: float, head_chunk: int):
+        super().__init__()
+        self.spec, self.mesh, self.config = spec, mesh, config
+        self.temperature, self.head_chunk = temperature, head_chunk
+        self.body = _build_body(spec, mesh, config)
+        self.model_type = self.body.model_type  # Megatron's schedules ask for it
+        if spec.value_head and mesh.is_last_stage:
+            self.value_head = nn.Linear(spec.hidden, 1, bias=False, dtype=config.params_dtype)
+        self.register_buffer("inv_freq", torch.tensor(spec.inv_freq, dtype=torch.float32), persistent=False)
+        self.with_entropy = False  # compute the entropy of each predicted token
+        self.entropy_grad = False  # and let gradient flow through it
+        self.on_backward: Any = None  # called when the backward of this stage begins (see train.engine)
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        self.body.set_input_tensor(tensor)
+
+    def forward(self, row: ModelRow) -> Tensor:
+        """Hidden states to the next stage, or on the last one [k, t] fp32: values (k = 1), log-probs (1), and entropy (2)."""
+        params = pack_params(row, self.inv_freq, self.spec.rope_scale, self.config.params_dtype)
+        hidden = self.body(
+            input_ids=row.tokens[None], position_ids=row.positions[None], attention_mask=None, packed_seq_params=params
+        )
+        out = self._head(hidden, row) if self.mesh.is_last_stage else hidden
+        if self.on_backward is not None and torch.is_grad_enabled() and out.requires_grad:
+            out.register_hook(self._begin_backward)
+        return out
+
+    def _begin_backward(self, grad: Tensor) -> Tensor:
+        self.on_backward()
+        return grad
+
+    def _head(self, hidden: Tensor, row: ModelRow) -> Tensor:
+        if self.config.sequence_parallel:
+            # behind it the gradient is complete on every rank (the vocabulary head sums its own), so it is only split
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.mesh.tp_group
+            )
+        hidden = hidden.squeeze(1).index_select(0, row.predictors)
+        if self.spec.value_head:
+            return self.value_head(hidden).float().t()
+        weight = self.body.head_weight()
+        vocab_start = self.mesh.coords.tp * weight.shape[0]
+        logprob, entropy = vocab_parallel_logprob_entropy(
+            hidden, weight, row.targets, temperature=self.temperature, chunk=self.head_chunk,
+            tp_group=self.mesh.tp_group if self.mesh.dims.tp > 1 else None, vocab_start=vocab_start,
+            vocab_real=self.spec.vocab, with_entropy=self.with_entropy,
+            entropy_grad=self.entropy_grad and torch.is_grad_enabled(),
+        )  # fmt: skip
+        return logprob[None] if entropy is None else torch.stack((logprob, entropy))
+
+
+def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_parallel: bool, recompute: bool) -> Any:
+    """Megatron's configuration of this model. Every fusion is off: they need CUDA extensions this project does not ask for."""
+    config = TransformerConfig(
+        num_layers=spec.num_layers, hidden_size=spec.hidden, ffn_hidden_size=spec.ffn, kv_channels=spec.head_dim,
+        num_attention_heads=spec.heads, num_query_groups=spec.kv_heads, layernorm_epsilon=spec.norm_eps,
+        tensor_model_parallel_size=mesh.dims.tp, pipeline_model_parallel_size=mesh.dims.pp,
+        sequence_parallel=sequence_parallel, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias, qk_layernorm=spec.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
+        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
+        gradient_accumulation_fusion=False, persist_layer_norm=False, moe_token_dispatcher_type="alltoall",
+        use_cpu_initialization=True, perform_initialization=False, variable_seq_lengths=mesh.dims.pp > 1,
+        batch_p2p_comm=False, deallocate_pipeline_outputs=False,
+        recompute_granularity="full" if recompute else None, recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+    )  # fmt: skip
+    config.rlscale_tp_group = mesh.tp_group
+    return config
+
+
+def _global_buffer() -> None:
+    """Sequence parallelism gathers into a buffer of Megatron's global state even when groups are handed over."""
+    from megatron.core import parallel_state
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+
+def _build_body(spec: ModelSpec, mesh: Mesh, config: TransformerConfig) -> Body:
+    _global_buffer()
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=spec.qk_norm)
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if spec.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = HeadNorm
+    layers = len(spec.layers_of_stage(mesh.coords.pp, mesh.dims.pp))
+    body = Body(
+        config=config, transformer_layer_spec=TransformerBlockSubmodules([layer] * layers, layer_norm=RMSNorm),
+        vocab_size=spec.padded_vocab(mesh.dims.tp), max_sequence_length=spec.max_positions,
+        pre_process=mesh.is_first_stage, post_process=mesh.is_last_stage, parallel_output=True,
+        share_embeddings_and_output_weights=spec.tied, position_embedding_type="none", pg_collection=mesh.pg,
+    )  # fmt: skip
+    if spec.value_head and mesh.is_last_stage:
+        del body.output_layer  # Megatron ties the final norm to the presence of a vocabulary head
+    return body

@@ -1,0 +1,300 @@
+"""A Megatron model under DeepSpeed ZeRO: the one engine of actor, critic and reference.
+
+The engine takes *global* batches (identical on every rank) and divides the work: micro-batches by token budget over
+data-parallel ranks, each run through Megatron's schedule over this rank's pipeline. Forward-only passes return the global
+result on every rank. A training step's loss is a weighted sum whose weights come from global counts, so that any division
+gives the same gradient; the engine undoes the means that Megatron (over micro-batches) and DeepSpeed (over data-parallel
+ranks) take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlscale.batch.microbatch import plan_micro_batches
+from rlscale.batch.types import PackedBatch
+from rlscale.cluster import megatron_cpu
+from rlscale.cluster.device import Device
+from rlscale.cluster.mesh import Mesh
+from rlscale.config.schema import OptimConfig, ParallelConfig
+from rlscale.model.arch import ModelSpec, resolve_folder
+from rlscale.model.gpt import Stage, build_config
+from rlscale.model.packing import ModelRow, build_row
+from rlscale.reshard.layout import Layout
+from rlscale.reshard.megatron import megatron_layout
+from rlscale.reshard.safetensors_io import load_pieces
+from rlscale.train.schedule import learning_rate
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How an engine cuts a batch into micro-batches; sizes are per data-parallel rank."""
+
+    max_tokens: int | None = 4096  # model tokens a micro-batch; None: cut by max_sequences
+    max_sequences: int | None = None
+    share_prefix: bool = True
+    recompute: bool = False
+    head_chunk: int = 1024
+
+
+@dataclass
+class ModelOut:
+    """What the model says about the response tokens of one micro-batch, fp32, in the order of its batch."""
+
+    logprobs: Tensor | None = None  # [t]
+    entropy: Tensor | None = None  # [t]
+    values: Tensor | None = None  # [t]
+
+
+LossFn = Callable[[ModelOut, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Engine:
+    """One model of a run on this rank. Construction and every method are collective over the world.
+
+    Args:
+        role: name in messages (actor, critic, reference).
+        spec: shapes of the model.
+        path: Hugging Face folder or hub name with the weights.
+        parallel: layout; ``optim`` None builds a model that only runs forward.
+        total_steps: optimizer steps of the run, for the learning-rate schedule.
+
+    Raises:
+        ValueError: the layout does not fit the model or the world, or the folder's tensors do not fit the model.
+    """
+
+    def __init__(
+        self, role: str, spec: ModelSpec, path: str, parallel: ParallelConfig, optim: OptimConfig | None, batching: Batching,
+        device: Device, *, dtype: torch.dtype, temperature: float = 1.0, total_steps: int = 1, seed: int = 0,
+    ):  # fmt: skip
+        from rlscale.cluster.mesh import ParallelDims
+
+        self.role, self.spec, self.parallel, self.optim, self.batching = role, spec, parallel, optim, batching
+        self.device, self.dtype, self.total_steps = device, dtype, total_steps
+        dims = ParallelDims.of(parallel, device.world)
+        problems = spec.violations(f"{role}.parallel", dims.tp, dims.pp, dims.sp)
+        if problems:
+            raise ValueError("; ".join(problems))
+        self.mesh = Mesh.get(dims)
+        self.steps = 0
+        config = build_config(
+            spec, self.mesh, dtype=dtype, sequence_parallel=parallel.sequence_parallel, recompute=batching.recompute
+        )
+        megatron_cpu.seed_model_parallel(seed, self.mesh.coords.tp, self.mesh.coords.pp)
+        self.stage = Stage(spec, self.mesh, config, temperature=temperature, head_chunk=batching.head_chunk)
+        self.stage.to(device.torch_device)
+        self._load(path, seed)
+        self.engine = self._deepspeed(optim) if optim is not None else None
+        if self.engine is None:
+            self.stage.requires_grad_(False)
+
+    # ---- construction
+
+    def layout(self) -> Layout:
+        """Which rank holds which slice of which canonical tensor, in which of `tensors`."""
+        return megatron_layout(self.spec, self.mesh.dims)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters in the working dtype, by their keys in the layout."""
+        out = {name: p.data for name, p in self.stage.body.named_parameters()}
+        if hasattr(self.stage, "value_head"):
+            out["value_head.weight"] = self.stage.value_head.weight.data
+        return out
+
+    def _load(self, path: str, seed: int) -> None:
+        """Read this rank's slices of the folder; a value head that it lacks is drawn anew, small, from ``seed``."""
+        tensors, layout = self.tensors(), self.layout()
+        absent = load_pieces(
+            resolve_folder(path), layout.of_rank(self.device.rank), tensors, shapes=layout.shapes, optional={"score.weight"}
+        )
+        if absent and "value_head.weight" in tensors:
+            head = torch.empty(1, self.spec.hidden)
+            head.normal_(std=1 / (self.spec.hidden + 1), generator=torch.Generator().manual_seed(seed))
+            tensors["value_head.weight"].copy_(head)
+
+    def _deepspeed(self, optim: OptimConfig) -> Any:
+        import deepspeed
+
+        if self.spec.tied and self.mesh.is_last_stage and not self.mesh.is_first_stage:
+            # the second copy of a tied weight must not count twice in the gradient norm
+            self.stage.body.output_layer.weight.ds_pipe_replicated = True
+        config: dict[str, Any] = {
+            # Megatron's schedule runs the micro-batches; engine.step() is the boundary
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "managed_gradient_accumulation": False,
+            "gradient_clipping": optim.grad_clip, "steps_per_print": 10**9,
+            "zero_optimization": {
+                "stage": self.parallel.zero_stage, "overlap_comm": False,
+                "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
+            },
+            "optimizer": {"type": "AdamW", "params": {
+                "lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay,
+                "torch_adam": True, "fused": True,
+            }},
+        }  # fmt: skip
+        if self.dtype == torch.bfloat16:
+            config["bf16"] = {"enabled": True}
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        engine, *_ = deepspeed.initialize(
+            model=self.stage, model_parameters=list(self.stage.parameters()), mpu=self.mesh.mpu(), config=config
+        )
+        # DeepSpeed re-arms its post-backward work only in engine.forward. In the cool-down of 1F1B two backwards run with
+        # no forward between them, and without this the gradient of the last micro-batch would silently be dropped.
+        self.stage.on_backward = engine.optimizer.clear_backward_seen_flag
+        return engine
+
+    # ---- running micro-batches
+
+    def _plan(self, batch: PackedBatch) -> list[ModelRow]:
+        plans = plan_micro_batches(
+            batch, self.mesh.dims.dp, max_tokens=self.batching.max_tokens, max_sequences=self.batching.max_sequences,
+            share_prefix=self.batching.share_prefix,
+        )  # fmt: skip
+        mine = plans[self.mesh.coords.dp] or [torch.zeros(0, dtype=torch.int64)]
+        multiple = self.mesh.dims.tp if self.parallel.sequence_parallel else 1
+        return [build_row(batch, rows, share_prefix=self.batching.share_prefix, multiple=multiple) for rows in mine]
+
+    def _run(self, rows: list[ModelRow], consume: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """Drive rows through Megatron's schedule; ``consume(row, out, **kw)`` sees each output of the last stage."""
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+        module = self.stage if forward_only else self.engine
+        device = self.device.torch_device
+
+        def forward_step(rows: Iterator[ModelRow], _model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            row = next(rows)
+            return module(row.to(device)), partial(consume, row)
+
+        common = dict(
+            forward_step_func=forward_step, data_iterator=iter(rows), model=self.stage, num_microbatches=len(rows),
+            seq_length=rows[0].length, micro_batch_size=1, forward_only=forward_only, collect_non_loss_data=forward_only,
+            pg_collection=self.mesh.pg,
+        )  # fmt: skip
+        if self.mesh.dims.pp == 1:
+            return schedules.forward_backward_no_pipelining(**common)
+        communicator = P2PCommunicator(self.mesh.pp_group, self.stage.config)
+        return schedules.forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **common)
+
+    def _forward(self, batch: PackedBatch, outputs: int) -> Tensor:
+        """[outputs, T] fp32, equal on every rank: each token comes from the one rank that computed it."""
+        result = torch.zeros(outputs, batch.tokens.numel())
+        speaks = self.mesh.is_last_stage and self.mesh.coords.tp == 0 and self.mesh.coords.sp == 0
+
+        def consume(row: ModelRow, out: Tensor, non_loss_data: bool = True) -> None:
+            if speaks:
+                result[:, token_index(batch, row.rows)] = out.float().cpu()
+
+        self.stage.eval()
+        with torch.no_grad():
+            self._run(self._plan(batch), consume, forward_only=True)
+        on_device = result.to(self.device.torch_device)
+        dist.all_reduce(on_device)
+        return on_device.cpu()
+
+    # ---- what the loop calls
+
+    def logprobs(self, batch: PackedBatch, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of the response tokens at the sampling temperature, and the entropy if asked for: [T] fp32 each."""
+        self.stage.with_entropy, self.stage.entropy_grad = entropy, False
+        out = self._forward(batch, 2 if entropy else 1)
+        return out[0], out[1] if entropy else None
+
+    def values(self, batch: PackedBatch) -> Tensor:
+        """[T] fp32: value of the state in which each response token was chosen."""
+        return self._forward(batch, 1)[0]
+
+    def update(
+        self, batch: PackedBatch, loss_fn: LossFn, *, entropy: bool = False, entropy_grad: bool = False
+    ) -> dict[str, float]:
+        """One optimizer step on a global mini-batch; ``entropy`` makes it part of the output, ``entropy_grad`` of the graph.
+
+        ``loss_fn(out, micro_batch)`` returns the micro-batch's share of the loss (a sum weighted by ``batch.weights``, so
+        that shares add up) and sums to be logged. Returns those sums over the whole mini-batch, ``grad_norm`` (before
+        clipping) and ``lr``.
+
+        Raises:
+            RuntimeError: the gradient norm is not finite.
+        """
+        rows = self._plan(batch)
+        scale = len(rows) * self.mesh.dims.dp  # undoes Megatron's and DeepSpeed's means
+        speaks = self.mesh.is_last_stage and self.mesh.coords.tp == 0 and self.mesh.coords.sp == 0
+        self.stage.with_entropy, self.stage.entropy_grad = entropy, entropy_grad
+
+        def consume(row: ModelRow, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            micro = _on(batch.select(row.rows), out.device)
+            loss, sums = loss_fn(self._out(out), micro)
+            logged = {name: value.detach() for name, value in sums.items()}
+            if row.rows.numel() == 0:
+                # the graph must still reach every parameter, so that collectives in the backward match over ranks
+                loss = out.sum() * 0 + sum(p.sum() * 0 for p in self._head_parameters())
+            return loss * scale, {"loss": loss.detach().clone(), **logged}
+
+        self.stage.train()
+        rate = learning_rate(self.optim, self.steps, self.total_steps)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        records = self._run(rows, consume, forward_only=False)
+        self._reduce_tied()
+        self.engine.step()
+        self.steps += 1
+        norm = float(self.engine.get_global_grad_norm() or 0.0)
+        if not math.isfinite(norm):
+            raise RuntimeError(f"{self.role}: the gradient norm of optimizer step {self.steps} is {norm}")
+        return {**self._sum(records if speaks else []), "grad_norm": norm, "lr": rate}
+
+    def _out(self, out: Tensor) -> ModelOut:
+        if self.spec.value_head:
+            return ModelOut(values=out[0])
+        return ModelOut(logprobs=out[0], entropy=out[1] if out.shape[0] > 1 else None)
+
+    def _head_parameters(self) -> list[Tensor]:
+        return [self.stage.value_head.weight] if self.spec.value_head else [self.stage.body.head_weight()]
+
+    def _sum(self, records: list[dict[str, Tensor]]) -> dict[str, float]:
+        mine: dict[str, float] = {}
+        for record in records:
+            for name, value in record.items():
+                mine[name] = mine.get(name, 0.0) + float(value)
+        everyone: list[Any] = [None] * self.device.world
+        dist.all_gather_object(everyone, mine)
+        total: dict[str, float] = {}
+        for sums in everyone:
+            for name, value in sums.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _reduce_tied(self) -> None:
+        """Sum the gradient of a tied embedding over its two copies on the first and the last pipeline stage."""
+        if not self.spec.tied or self.mesh.dims.pp == 1 or not (self.mesh.is_first_stage or self.mesh.is_last_stage):
+            return
+        body = self.stage.body
+        weight = body.embedding.word_embeddings.weight if self.mesh.is_first_stage else body.output_layer.weight
+        for name in ("_hp_grad", "grad_accum", "grad"):  # where ZeRO-1 accumulates, by dtype setting
+            grad = getattr(weight, name, None)
+            if grad is not None:
+                dist.all_reduce(grad, group=self.mesh.embd_group)
+                return
+        raise RuntimeError(f"{self.role}: no accumulated gradient found on the tied embedding")
+
+
+def token_index(batch: PackedBatch, rows: Tensor) -> Tensor:
+    """[t] places in the batch of the tokens of the given rows, row after row."""
+    lengths = batch.response_lengths[rows]
+    ends = lengths.cumsum(0)
+    starts = batch.cu_seqlens[:-1][rows] - (ends - lengths)
+    return torch.repeat_interleave(starts, lengths) + torch.arange(int(lengths.sum()))
+
+
+def _on(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    if device.type == "cpu":
+        return batch
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
+    return PackedBatch(**moved)
