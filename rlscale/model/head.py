@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CACHE_BYTES = 2 << 20  # float32 rows worked on at a time on the CPU
+_CACHE_BYTES = 2 << 20  # float32 rows of the softmax worked on at a time on the CPU
+_PIECE = 256  # tokens a matrix product in forward on the CPU
+_COLUMNS = 16384  # columns of the weight gradient added at a time
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def vocab_parallel_logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tens
     columns = weight.shape[0] if vocab_real is None else min(max(vocab_real - vocab_start, 0), weight.shape[0])
     local = targets - vocab_start
     mine = (local >= 0) & (local < columns)
-    logprob, entropy = _Head.apply(hidden, weight[:columns], torch.where(mine, local, 0), mine, spec)
+    weight = weight if columns == weight.shape[0] else weight[:columns]
+    logprob, entropy = _Head.apply(hidden, weight, torch.where(mine, local, 0), mine, spec)
     return logprob, (entropy if spec.with_entropy else None)
 
 
@@ -89,25 +92,23 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, local: Tensor, mine: Tensor, spec: _Spec) -> tuple[Tensor, Tensor]:
-        tokens = hidden.shape[0]
+        tokens, columns = hidden.shape[0], weight.shape[0]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprob = torch.empty(tokens, dtype=wide, device=hidden.device)
         entropy = torch.empty(tokens if spec.with_entropy else 0, dtype=wide, device=hidden.device)
         stats = torch.empty(2, tokens, dtype=wide, device=hidden.device)
-        needs_grad = any(ctx.needs_input_grad[:2])
-        kept = None
-        buffer = None
-        for start in range(0, tokens, spec.chunk):
-            rows = slice(start, min(start + spec.chunk, tokens))
-            last = rows.stop == tokens
-            z = _logits(hidden[rows], weight, buffer)
-            s = _softmax_stats(z, local[rows], mine[rows], spec, overwrite=last and needs_grad and not spec.entropy_grad)
+        keep_from = max(tokens - 1, 0) // spec.chunk * spec.chunk if any(ctx.needs_input_grad[:2]) else tokens
+        kept = hidden.new_empty(tokens - keep_from, columns)
+        buffer = hidden.new_empty(min(_piece(hidden, spec), keep_from), columns)
+        for rows in _pieces(0, tokens, hidden, spec):
+            keep = rows.start >= keep_from
+            z = kept[rows.start - keep_from:rows.stop - keep_from] if keep else buffer[:rows.stop - rows.start]
+            torch.mm(hidden[rows], weight.t(), out=z)
+            s = _softmax_stats(z, local[rows], mine[rows], spec, overwrite=keep and not spec.entropy_grad)
             logprob[rows] = s.target - s.total.log()
             stats[0, rows], stats[1, rows] = s.peak, s.total
-            if spec.with_entropy:
-                assert s.entropy is not None
+            if s.entropy is not None:
                 entropy[rows] = s.entropy
-            buffer, kept = z, z if last and needs_grad else None
         ctx.spec, ctx.kept = spec, kept
         ctx.save_for_backward(hidden, weight, local, mine, stats, logprob, entropy)
         if not spec.entropy_grad:
@@ -118,33 +119,33 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, g_logprob: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, local, mine, stats, logprob, entropy = ctx.saved_tensors
         spec: _Spec = ctx.spec
-        tokens = hidden.shape[0]
         want_h, want_w = ctx.needs_input_grad[:2]
         grad_h = torch.empty_like(hidden) if want_h else None
         grad_w: Tensor | None = None
-        starts = list(range(0, tokens, spec.chunk))
-        kept, ctx.kept = ctx.kept, None
+        starts = range(0, hidden.shape[0], spec.chunk)
+        kept, ctx.kept, z = ctx.kept, None, None
         for start in reversed(starts):
-            rows = slice(start, min(start + spec.chunk, tokens))
+            rows = slice(start, min(start + spec.chunk, hidden.shape[0]))
             if kept is not None:
-                z, ready, kept = kept, not spec.entropy_grad, None
+                z, kept, fresh = kept, None, False
             else:
-                z, ready = _logits(hidden[rows], weight, z if start != starts[-1] else None), False
+                if z is not None and z.shape[0] < rows.stop - rows.start:
+                    z = None  # give it up before a larger one is made
+                z, fresh = _logits(hidden[rows], weight, z), True
+            g = g_logprob[rows]
             if spec.entropy_grad:
-                scale = torch.full_like(g_logprob[rows], -1.0 / spec.temperature)
-                _entropy_gradient(z, stats[:, rows], entropy[rows], g_logprob[rows], g_entropy[rows], local[rows], mine[rows],
-                                  logprob[rows], spec)
+                scale = torch.full_like(g, -1.0 / spec.temperature)
+                _entropy_gradient(z, stats[:, rows], entropy[rows], g, g_entropy[rows], local[rows], mine[rows], logprob[rows], spec)
             else:
-                if not ready:
+                if fresh:
                     _exponentiate(z, stats[0, rows], spec.temperature)
-                total = stats[1, rows]
-                scale = -g_logprob[rows] / (total * spec.temperature)
-                _subtract_at_target(z, local[rows], mine[rows], total * torch.expm1(logprob[rows]))
+                scale = -g / (stats[1, rows] * spec.temperature)
+                _set_targets(z, local[rows], mine[rows], stats[1, rows] * torch.expm1(logprob[rows]))
             if grad_h is not None:
-                grad_h[rows] = (z @ weight).mul_(scale.unsqueeze(1).to(z.dtype))
+                torch.mm(z, weight, out=grad_h[rows])
+                grad_h[rows] *= scale.unsqueeze(1).to(z.dtype)
             if want_w:
-                part = ((hidden[rows] * scale.unsqueeze(1)).to(z.dtype).t() @ z).t()
-                grad_w = _accumulate(grad_w, part, single=len(starts) == 1)
+                grad_w = _add_outer(grad_w, z, (hidden[rows] * scale.unsqueeze(1)).to(z.dtype), single=len(starts) == 1)
         if grad_h is not None and spec.group is not None:
             dist.all_reduce(grad_h, group=spec.group)
         if want_w:
@@ -152,20 +153,39 @@ class _Head(torch.autograd.Function):
         return grad_h, grad_w, None, None, None
 
 
-def _accumulate(total: Tensor | None, part: Tensor, single: bool) -> Tensor:
-    """Sum over chunks in float32 (one chunk: as it is)."""
+def _add_outer(total: Tensor | None, z: Tensor, hidden: Tensor, single: bool) -> Tensor:
+    """``total + z^T hidden`` ``[v, h]``, summed over chunks in float32 by blocks of columns; one chunk: in its own dtype."""
     if single:
-        return part
+        return z.t() @ hidden
     if total is None:
-        return part.to(torch.promote_types(part.dtype, torch.float32))
-    return total.add_(part)
+        total = torch.zeros(z.shape[1], hidden.shape[1], device=z.device, dtype=torch.promote_types(z.dtype, torch.float32))
+    for c in range(0, z.shape[1], _COLUMNS):
+        block = slice(c, c + _COLUMNS)
+        if total.dtype == z.dtype:
+            total[block].addmm_(z[:, block].t(), hidden)
+        else:
+            total[block] += z[:, block].t() @ hidden
+    return total
 
 
 def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None) -> Tensor:
-    """``hidden weight^T`` ``[c, v]``, into ``buffer`` where it is large enough."""
-    if buffer is not None and buffer.shape[0] >= hidden.shape[0]:
-        return torch.mm(hidden, weight.t(), out=buffer[:hidden.shape[0]])
-    return hidden @ weight.t()
+    """``hidden weight^T`` ``[c, v]``, in ``buffer`` if there is one."""
+    return hidden @ weight.t() if buffer is None else torch.mm(hidden, weight.t(), out=buffer[:hidden.shape[0]])
+
+
+def _piece(hidden: Tensor, spec: _Spec) -> int:
+    """Tokens whose logits are made at one time in forward: a cache's worth on the CPU."""
+    return min(spec.chunk, _PIECE) if hidden.device.type == "cpu" else spec.chunk
+
+
+def _pieces(start: int, stop: int, hidden: Tensor, spec: _Spec) -> list[slice]:
+    """``[start, stop)`` in pieces, none of them across the boundary of two chunks."""
+    step, out = _piece(hidden, spec), []
+    while start < stop:
+        end = min(start + step, start - start % spec.chunk + spec.chunk, stop)
+        out.append(slice(start, end))
+        start = end
+    return out
 
 
 def _tiles(z: Tensor) -> list[slice]:
@@ -227,7 +247,7 @@ def _exponentiate(z: Tensor, peak: Tensor, temperature: float) -> None:
             z[rows] = x
 
 
-def _subtract_at_target(e: Tensor, local: Tensor, mine: Tensor, value: Tensor) -> None:
+def _set_targets(e: Tensor, local: Tensor, mine: Tensor, value: Tensor) -> None:
     """Put ``e_y - s = s (p_y - 1)`` at the targets of this rank, from exact float32 numbers: no cancellation for ``p_y`` near 1."""
     if e.shape[1]:
         here = mine.nonzero().squeeze(1)
@@ -251,4 +271,4 @@ def _entropy_gradient(z: Tensor, stats: Tensor, entropy: Tensor, g: Tensor, g_en
         x.add_(entropy[rows].unsqueeze(1)).mul_(g_entropy[rows].unsqueeze(1)).add_(g[rows].unsqueeze(1)).mul_(p)
         z[rows] = x
     p_y = logprob.exp()
-    _subtract_at_target(z, local, mine, g * torch.expm1(logprob) + g_entropy * p_y * (logprob + entropy))
+    _set_targets(z, local, mine, g * torch.expm1(logprob) + g_entropy * p_y * (logprob + entropy))
