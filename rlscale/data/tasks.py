@@ -1,7 +1,7 @@
 """Procedural tasks: prompts made on the spot, so that a run needs no data files.
 
-A task is a function `(size, seed, **params) -> list[RawPrompt]` in `TASKS`; `register` adds one. The same arguments give the
-same prompts everywhere.
+A task is a function `(size, seed, **params) -> list[RawPrompt]` in `TASKS`; `register` adds one. Equal arguments
+give equal prompts everywhere.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def addition(
 ) -> list[RawPrompt]:
     """Additions of two numbers of at most `digits` digits as chat; the ground truth is the sum as a string.
 
-    `split` is "train" or "val". A fixed three in ten or so of all pairs {a, b}, whatever the seed, are held out for "val" in
-    both orders, so training and validation share no prompt. Drawn without repetition as far as the pairs reach (one
-    digit: 63 for training, 37 for validation), then all over again in another order.
+    `split` is "train" or "val". A fixed three in ten or so of all pairs {a, b}, whatever the seed, are held out for
+    "val" in both orders, so training and validation share no prompt. Drawn without repetition as far as the pairs reach
+    (one digit: 63 for training, 37 for validation), then all over again in another order.
 
     Raises:
         ValueError: `split` is something else, or `digits` isn't positive.

@@ -30,7 +30,8 @@ def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
     if cfg.chat_template is not None:
         tokenizer.chat_template = read_chat_template(cfg.chat_template)
         try:
-            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
+            question = [{"role": "user", "content": "?"}]
+            tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # whatever a template does
             raise ValueError(f"model.chat_template: {type(error).__name__}: {error}") from error
     return tokenizer
@@ -53,9 +54,9 @@ def _load(key: str, name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, AttributeError, ... here
-        what = "folder" if path.is_dir() else "neither a local folder nor readable from the hub:"
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{key}: {what} {name}: no tokenizer could be loaded ({type(error).__name__}: {reason})") from error
+        where = f"the folder {name}" if path.is_dir() else f"{name}, which is no local folder, or from the hub"
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise ValueError(f"{key}: no tokenizer could be loaded from {where} ({reason})") from error
 
 
 def _sentencepiece_model(path: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""The scorer of reasoning-gym tasks: the task's own `score_answer`, which knows partial credit and equivalent answers."""
+"""The scorer of reasoning-gym tasks: the task's own `score_answer`, with its partial credit and equivalent answers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
-    """The task's score, 0 to 1, of the text between the last `<answer>` tags, or of the whole answer where there are none.
+    """The task's score, 0 to 1, of the text between the last `<answer>` tags, or of the whole answer without them.
 
-    `extra_info["reasoning_gym"]` is the task and `extra_info["entry"]` its item, as `rlscale.data.reasoning_gym` gives them.
+    `extra_info["reasoning_gym"]` is the task and `extra_info["entry"]` its item (see `rlscale.data.reasoning_gym`).
 
     Raises:
         ValueError: the prompt doesn't come from reasoning-gym.

@@ -2,9 +2,9 @@
 
 Scorers are other people's code on text that a policy under optimisation wrote: they hang (regular expressions, symbolic
 algebra), crash and return nonsense. Each worker is a process of its own with a private pipe, so what happens to one
-response can be told exactly: no answer in time kills that worker and starts another, a closed pipe means that it crashed,
-and no other response notices. Whatever goes wrong is a score of 0 marked as failed and counted, never an exception in the
-middle of a rollout.
+response can be told exactly: no answer in time kills that worker and starts another, a closed pipe means that it
+crashed, and no other response notices. Whatever goes wrong is a score of 0 marked as failed and counted, never an
+exception in the middle of a rollout.
 """
 
 from __future__ import annotations

@@ -39,14 +39,14 @@ def expand(spec: str) -> str:
     """The `module:function` behind a spec; file paths become absolute.
 
     Raises:
-        ValueError: no such built-in scorer, no default scorer for that data source, or not of the form `module:function`.
+        ValueError: no such built-in scorer, no default one for that data source, or not of the form `module:function`.
     """
     if spec.startswith("source:"):
         source = spec.removeprefix("source:")
         if source not in SOURCES:
             raise ValueError(
-                f"reward.scorer: the data source {source!r} has no default scorer; set reward.scorer to module:function, "
-                f"path/file.py:function or one of {', '.join(SCORERS)} (sources with a default: {', '.join(SOURCES)})"
+                f"reward.scorer: the data source {source!r} has no default; set reward.scorer to module:function, "
+                f"path/file.py:function or one of {', '.join(SCORERS)} (known sources: {', '.join(SOURCES)})"
             )
         spec = SOURCES[source]
     if spec in SCORERS:

@@ -1,10 +1,11 @@
 """Rule verifiers: from the text of an answer to a score, without a model.
 
-A scorer has veRL's signature `compute_score(data_source, solution_str, ground_truth, extra_info)` and returns a number, or
-a dict with the number under `score` (its other numbers are logged). `extra_info["question"]` is the last user turn. The
-scorers here run in worker processes (`rlscale.reward.pool`), so nothing heavy is imported at the top.
+A scorer has veRL's signature `compute_score(data_source, solution_str, ground_truth, extra_info)` and returns a number,
+or a dict with the number under `score` (its other numbers are logged). `extra_info["question"]` is the last user turn.
+The scorers here run in worker processes (`rlscale.reward.pool`), so nothing heavy is imported at the top.
 
-A verifier is what the policy is optimised against, so each one's docstring says what it pays for, and above all what not.
+A verifier is what the policy is optimised against, so each one's docstring says what it pays for, and above all what
+not.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _find(text: str) -> list[_Number]:
     return found
 
 
-def last_number(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+def last_number(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
     """1.0 where the answer commits itself to the right number, else 0.0. For short answers to arithmetic questions.
 
     The rule: (1) the last number of the answer is the truth; (2) every other number of the answer is the truth again or
@@ -93,7 +96,9 @@ def _only_quotes(given: Counter[Decimal], question: Counter[Decimal], truth: Dec
     return given == Counter({number: times * count for number, count in question.items()})
 
 
-def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+def exact_match(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
     """1.0 where the answer is the truth, up to outer white space, case and one final full stop; else 0.0."""
     return float(_plain(solution_str) == _plain(str(ground_truth)))
 

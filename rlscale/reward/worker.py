@@ -1,8 +1,8 @@
-"""The scorer process: loads the scorers, then answers one request after another over a pipe. Run by `rlscale.reward.pool`.
+"""The scorer process: loads the scorers, then answers request after request over a pipe. Run by `rlscale.reward.pool`.
 
-An ordinary program (`python -m rlscale.reward.worker FD`), not a fork or a spawned copy of the trainer: it starts in a
-fraction of a second, holds none of the trainer's memory, and runs scorers on its main thread, which those with an alarm
-(math-verify) need. It dies with its parent, even in the middle of a hanging scorer.
+An ordinary program (`python -m rlscale.reward.worker FD PARENT`), not a fork or a spawned copy of the trainer: it
+starts in a fraction of a second, holds none of the trainer's memory, and runs scorers on its main thread, which those
+with an alarm (math-verify) need. It dies with its parent, even in the middle of a hanging scorer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(fd: int, parent: int) -> None:
-    """Serve until the pipe closes. Messages: targets -> error | None; then (target, kwargs) -> (value, error, extra)."""
+    """Serve until the pipe closes. Messages: targets -> error | None, then (target, kwargs) -> (value, error, extra)
+
+    Args:
+        fd: file descriptor of the pipe.
+        parent: process id of the pool.
+    """
     die_with_parent(parent)
     pipe = Connection(fd)
     loaded: dict[str, scorers.Scorer] = {}
