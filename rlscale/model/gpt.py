@@ -22,6 +22,11 @@ megatron_cpu.enable()  # before any Megatron module is imported
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.tensor_parallel.layers import (  # noqa: E402
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.tensor_parallel.mappings import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -180,4 +185,17 @@ def _build_body(spec: ModelSpec, mesh: Mesh, config: TransformerConfig) -> Body:
     )  # fmt: skip
     if spec.value_head and mesh.is_last_stage:
         del body.output_layer  # Megatron ties the final norm to the presence of a vocabulary head
+    _mark_sharded(body)
     return body
+
+
+def _mark_sharded(body: Body) -> None:
+    """Tell split parameters from replicated ones: DeepSpeed's gradient norm counts replicas once and slices all.
+
+    Megatron sets these marks while it initialises weights, which is skipped here because they are loaded.
+    """
+    for module in body.modules():
+        split = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
+        for name, p in module.named_parameters(recurse=False):
+            if split or (isinstance(module, RowParallelLinear) and name == "weight"):
+                p.tensor_model_parallel = True
