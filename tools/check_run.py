@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 
 from rlscale.observe.summary import accuracy
 from rlscale.observe.writers import read_metrics

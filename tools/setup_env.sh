@@ -48,7 +48,7 @@ install() {
     local pip=(.venv/bin/python -m pip --disable-pip-version-check -qq install)
     echo "setup: installing $TORCH"
     "${pip[@]}" "$TORCH" || fail "could not install $TORCH (see above)"
-    echo "setup: installing $(grep -c '==' "$LOCK") pinned packages of $LOCK"
+    echo "setup: installing $(grep -c '^[^#]' "$LOCK") pinned packages of $LOCK"
     "${pip[@]}" --no-deps --no-compile -r "$LOCK" || fail "could not install $LOCK (see above)"
     "${pip[@]}" --no-deps --no-build-isolation -e . || fail "could not install rlscale itself (see above)"
 }

@@ -378,11 +378,13 @@ def _paths(cls: type, prefix: str = "") -> Iterator[str]:
 def _nearest(key: str, path: str, prefix: str, siblings: list[str]) -> str:
     """A hint at what was meant: a sibling of nearly this name, the same name in another section, or a similar path."""
     everywhere = list(_paths(Config))
-    same_name = [p for p in everywhere if p.rpartition(".")[2] == key]
-    near = [f"{prefix}.{s}" if prefix else s for s in difflib.get_close_matches(key, siblings, 1, 0.75)]
-    near = near or difflib.get_close_matches(path, same_name, 1, 0.0)
-    near = near or [f"{prefix}.{s}" if prefix else s for s in difflib.get_close_matches(key, siblings, 1)]
-    near = near or difflib.get_close_matches(path, everywhere, 1, 0.8)
+    name = key.lower()
+    dot = f"{prefix}." if prefix else ""
+    near = [dot + s for s in difflib.get_close_matches(name, siblings, 1, 0.75)]
+    near = near or difflib.get_close_matches(path, [p for p in everywhere if p.rpartition(".")[2] == name], 1, 0.0)
+    near = near or [dot + s for s in difflib.get_close_matches(name, siblings, 1)]
+    alike = [p for p in everywhere if difflib.get_close_matches(name, [p.rpartition(".")[2]])]
+    near = near or difflib.get_close_matches(path, alike, 1)
     return f"; did you mean {near[0]!r}?" if near else f"; {prefix or 'the top level'} has: {', '.join(siblings)}"
 
 

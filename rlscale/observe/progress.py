@@ -37,31 +37,36 @@ class Progress:
         self._stream = stream if stream is not None else sys.stdout
         self._durations: deque[float] = deque(maxlen=20)
         self._last = time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
+        self._live: Any = None
         if self._active and self._stream.isatty():
-            self._open_bar()
+            self._open_display()
 
-    def _open_bar(self) -> None:
-        from rich.console import Console
+    def _open_display(self) -> None:
+        """A bar with step, time left and phase; below it the numbers of the last step."""
+        from rich.console import Console, Group
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
         from rich.progress import Progress as Bar
+        from rich.text import Text
 
         columns = (
             SpinnerColumn(),
+            TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=20),
+            BarColumn(),
             TextColumn("{task.description}"),
-            TextColumn("[dim]{task.fields[phase]}"),
         )
-        self._bar = Bar(*columns, console=Console(file=self._stream), refresh_per_second=4)
-        self._task = self._bar.add_task("", total=self._total, completed=self._done, phase="starting")
-        self._bar.start()
+        self._bar = Bar(*columns)
+        self._task = self._bar.add_task("starting", total=self._total, completed=self._done)
+        self._numbers = Text()
+        self._live = Live(Group(self._bar, self._numbers), console=Console(file=self._stream), refresh_per_second=4)
+        self._live.start()
 
     def phase(self, name: str) -> None:
         """Show what the step is doing (terminal only)."""
-        if self._bar:
-            self._bar.update(self._task, phase=name)
+        if self._live:
+            left = f"left {duration(self.seconds_left())}  " if self._durations else ""
+            self._bar.update(self._task, description=f"{left}{name}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the numbers of a finished step."""
@@ -72,9 +77,9 @@ class Progress:
         if not self._active:
             return
         left = duration(self.seconds_left())
-        if self._bar:
-            text = "  ".join(f"{label} [bold]{value}[/]" for label, value in shown(metrics))
-            self._bar.update(self._task, completed=step, description=f"{text}  left [bold]{left}[/]")
+        if self._live:
+            self._bar.update(self._task, completed=step, description=f"left {left}")
+            self._numbers.plain = " " + "  ".join(f"{label} {value}" for label, value in shown(metrics))
         else:
             text = " | ".join(f"{label} {value}" for label, value in shown(metrics))
             self._write(f"step {step:>{len(str(self._total))}}/{self._total} | {text} | left {left}")
@@ -83,8 +88,8 @@ class Progress:
         """A line of text, above the display if there is one."""
         if not self._active:
             return
-        if self._bar:
-            self._bar.console.print(text, markup=False, highlight=False)
+        if self._live:
+            self._live.console.print(text, markup=False, highlight=False)
         else:
             self._write(text)
 
@@ -98,10 +103,10 @@ class Progress:
 
     def close(self) -> None:
         """Take the display down; what was shown last stays on the screen."""
-        if self._bar:
-            self._bar.update(self._task, phase="")
-            self._bar.stop()
-            self._bar = None
+        if self._live:
+            self._bar.update(self._task, description="")
+            self._live.stop()
+            self._live = None
 
     def __enter__(self) -> Progress:
         return self

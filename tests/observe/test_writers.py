@@ -1,0 +1,115 @@
+"""The files of a run: what is logged is read back, also after a kill, a resume or a second run in the same folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from rlscale.config import Config, load
+from rlscale.observe.writers import METRICS, RunWriter, read_metrics
+
+
+@pytest.fixture
+def config() -> Config:
+    c = Config()
+    c.trainer.logger = ["jsonl"]
+    return c
+
+
+def test_a_record_is_on_disk_before_the_next_step(config: Config, tmp_path: Path) -> None:
+    writer = RunWriter(config, tmp_path / "a" / "run")
+    writer.log(0, {"val/addition/mean@1": 0.5})
+    writer.log(1, {"critic/score/mean": 0.25, "actor/grad_norm": math.nan})
+    lines = (tmp_path / "a/run" / METRICS).read_text().splitlines()  # the writer is still open
+    assert [json.loads(x) for x in lines] == [
+        {"step": 0, "val/addition/mean@1": 0.5},
+        {"step": 1, "critic/score/mean": 0.25, "actor/grad_norm": None},
+    ]
+    writer.close()
+    writer.close()
+    assert load(tmp_path / "a/run/config.yaml") == config
+
+
+def test_records_of_one_step_are_merged_in_order(config: Config, tmp_path: Path) -> None:
+    writer = RunWriter(config, tmp_path)
+    writer.log(2, {"a": 1.0})
+    writer.log(1, {"a": 3.0, "b": math.inf})
+    writer.log(2, {"b": 2.0})
+    writer.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "a": 3.0}, {"step": 2, "a": 1.0, "b": 2.0}]
+
+
+def test_a_resumed_run_drops_what_was_cut_off_or_is_later_than_its_state(config: Config, tmp_path: Path) -> None:
+    writer = RunWriter(config, tmp_path)
+    for step in (1, 2, 3):
+        writer.log(step, {"a": float(step)})
+    writer.close()
+    with open(tmp_path / METRICS, "a") as file:
+        file.write('{"step": 4, "a"')  # killed while writing
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2, 3]
+    writer = RunWriter(config, tmp_path, resume_step=2)
+    writer.log(3, {"a": 30.0})
+    writer.close()
+    assert [r["a"] for r in read_metrics(tmp_path)] == [1.0, 2.0, 30.0]
+
+
+def test_a_new_run_moves_the_old_one_aside(config: Config, tmp_path: Path) -> None:
+    for reward in (0.1, 0.2, 0.3):
+        writer = RunWriter(config, tmp_path)
+        writer.log(1, {"reward": reward})
+        writer.rollouts(1, [{"reward": reward}])
+        writer.close()
+    (tmp_path / "checkpoints").mkdir()
+    assert read_metrics(tmp_path)[0]["reward"] == 0.3
+    assert [read_metrics(tmp_path / "previous" / n)[0]["reward"] for n in "12"] == [0.1, 0.2]
+    assert (tmp_path / "previous/1/rollouts/step_000001.jsonl").is_file()
+
+
+def test_rollouts_are_whole_files_of_rows(config: Config, tmp_path: Path) -> None:
+    writer = RunWriter(config, tmp_path)
+    rows = [{"prompt": "two\nlines", "response": "é 日", "token_ids": [1, 2], "reward": 0.0}, {"prompt": ""}]
+    path = writer.rollouts(7, iter(rows))
+    assert path == tmp_path / "rollouts" / "step_000007.jsonl"
+    assert [json.loads(x) for x in path.read_text().splitlines()] == rows
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    writer.close()
+
+
+def test_only_the_first_rank_writes(config: Config, tmp_path: Path) -> None:
+    writer = RunWriter(config, tmp_path / "run", rank=1)
+    writer.log(1, {"a": 1.0})
+    assert writer.rollouts(1, [{}]) is None
+    writer.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_events_hold_the_same_numbers(config: Config, tmp_path: Path) -> None:
+    config.trainer.logger = ["tensorboard"]
+    writer = RunWriter(config, tmp_path)
+    writer.log(1, {"critic/score/mean": 0.25})
+    writer.log(2, {"critic/score/mean": 0.5})
+    writer.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5)]
+    assert not (tmp_path / METRICS).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"trainer\.run_dir: .*file/run cannot be written"):
+        RunWriter(config, tmp_path / "file" / "run")
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        read_metrics(tmp_path)
+    for damaged in ("{]", "3", '{"no": "step"}'):
+        (tmp_path / METRICS).write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+            read_metrics(tmp_path)
