@@ -72,7 +72,7 @@ def prepare(gguf: Path, out: Path) -> None:
     """Convert, check, and only then give the folder its name.
 
     Raises:
-        ValueError: no such GGUF file, `out` is in the way, or the converted model fails its check.
+        ValueError: no such GGUF file or not of this model, `out` is in the way, or the result fails its check.
     """
     if not gguf.is_file():
         raise ValueError(f"--gguf {gguf}: no such file")
@@ -83,7 +83,10 @@ def prepare(gguf: Path, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        convert(gguf, beside)
+        try:
+            convert(gguf, beside)
+        except Exception as error:  # whatever transformers makes of a file that isn't this model
+            raise ValueError(f"{gguf} can't be converted ({type(error).__name__}: {error})") from error
         check(beside)
         beside.chmod(0o755)
         for path in beside.iterdir():
@@ -112,7 +115,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
     missing, unexpected = model.load_state_dict(dequantised.state_dict(), strict=False)
     if unexpected or [name for name in missing if name != "lm_head.weight"]:
-        raise ValueError(f"{gguf}: tensors missing {missing} or unknown {unexpected}")
+        raise ValueError(f"tensors missing: {missing}, unknown: {unexpected}")
     model.tie_weights()
     eos = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(

@@ -40,8 +40,9 @@ ACTIONS = {
     "crash": lambda *_: os._exit(3),
     "sleep": lambda *_: time.sleep(60),
     "regex": _regex,
-    "arguments": lambda source, truth, extra, more: float((source, truth, extra["question"], more) == (
-        "made_up", "7", "What is 3 + 4?", {"bonus": 2})),
+    "arguments": lambda source, truth, extra, more: float(
+        (source, truth, extra["question"], more) == ("made_up", "7", "What is 3 + 4?", {"bonus": 2})
+    ),
     "heavy": lambda *_: sum(name in sys.modules for name in ("torch", "transformers", "numpy", "vllm", "deepspeed")),
     "pid": lambda *_: os.getpid(),
 }

@@ -33,10 +33,11 @@ def test_an_answer_is_paid(answer: str) -> None:
 @pytest.mark.parametrize(
     "answer",
     ["", "seven", "8", "-7", "17", "70", "7.5", "0.7", "7 8", "8 7", "7 or 8", "6 or 7", "6, 7", "1, 2, 3, 4, 5, 6, 7",
-     "1 2 3 4 5 6 7", "1,2,3,4,5,6,7", "1\n2\n3\n4\n5\n6\n7", "1234567", "5/6/7", "between 6 and 7", "6-7", "6 < x <= 7",
-     "0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18", "It is 6. No, 7", "3 + 4 = 6. 3 + 4 = 7", "3 + 3 = 6, 3 + 4 = 7",
-     "1 + 6 = 7, 2 + 5 = 7, 3 + 4 = 7", "3, 4, 7", "3 4 7", "3 or 4 or 7", "4\n7", "3 and 7", "3 + 7", "3 + 4", "3 + 4 + 7",
-     "Not 6 or 8, but 7", "x7 y8", "\\boxed{6} \\boxed{7}", "6|7", "7th of 9", "٧", "７", "9" * 10_000],
+     "1 2 3 4 5 6 7", "1,2,3,4,5,6,7", "1\n2\n3\n4\n5\n6\n7", "1234567", "5/6/7", "between 6 and 7", "6-7",
+     "0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18", "It is 6. No, 7", "3 + 4 = 6. 3 + 4 = 7", "6 < x <= 7",
+     "3 + 3 = 6, 3 + 4 = 7", "1 + 6 = 7, 2 + 5 = 7, 3 + 4 = 7", "3, 4, 7", "3 4 7", "3 or 4 or 7", "4\n7", "3 and 7",
+     "3 + 7", "3 + 4", "3 + 4 + 7", "Not 6 or 8, but 7", "x7 y8", "\\boxed{6} \\boxed{7}", "6|7", "7th of 9",
+     "٧", "７", "9" * 10_000],
 )  # fmt: skip
 def test_anything_else_is_not(answer: str) -> None:
     assert pays(answer) == 0.0
@@ -74,7 +75,11 @@ def test_no_enumeration_is_ever_paid(candidates: list[int], separator: str, a: i
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 999), st.integers(0, 999), st.sampled_from(["{s}", "{a} + {b} = {s}", "The sum of {a} and {b} is {s}."]))
+@given(
+    st.integers(0, 999),
+    st.integers(0, 999),
+    st.sampled_from(["{s}", "{a} + {b} = {s}", "The sum of {a} and {b} is {s}."]),
+)
 def test_plain_answers_are_always_paid(a: int, b: int, form: str) -> None:
     text = form.format(a=a, b=b, s=a + b)
     assert pays(text, str(a + b), f"What is {a} + {b}?") == 1.0
