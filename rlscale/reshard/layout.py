@@ -31,6 +31,8 @@ class Piece:
 
     def cut(self, index: Box) -> Piece:
         """The part of this piece that holds ``index``, which lies inside ``self.index``."""
+        if index == self.index:
+            return self
         extra = len(self.at) - len(self.index)
         at = self.at[:extra] + tuple(
             (here + lo - start, here + hi - start)
@@ -145,12 +147,13 @@ def volume(box: Box) -> int:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The common part of two boxes of equal rank, or None."""
+    if a == b:
+        return a
     out = []
     for (lo, hi), (start, stop) in zip(a, b, strict=True):
-        lo, hi = max(lo, start), min(hi, stop)
-        if lo >= hi:
+        if lo >= stop or start >= hi:
             return None
-        out.append((lo, hi))
+        out.append((lo if lo > start else start, hi if hi < stop else stop))
     return tuple(out)
 
 
@@ -168,6 +171,8 @@ def _without(box: Box, hole: Box) -> list[Box]:
     common = intersect(box, hole)
     if common is None:
         return [box]
+    if common == box:
+        return []
     out = []
     for dim, ((lo, hi), (start, stop)) in enumerate(zip(box, common, strict=True)):
         for part in ((lo, start), (stop, hi)):

@@ -2,16 +2,18 @@
 
 Every destination slice is cut against the slices that exist: what its rank already holds stays there, the rest crosses
 once, from the sender that has least to do. Then the copies are ordered into rounds, in which no rank receives, nor sends,
-more than one bucket. A plan is a pure function of its arguments: every rank computes the same one and knows its part.
+more than one bucket. A rank's pieces come in the order of its layout, which is entered at a different place by each rank. A plan is a pure function of its arguments: every rank computes the same one and knows its part.
 """
 
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -24,13 +26,29 @@ STAGING_ALIGN = 16  # messages start at multiples of this in a sender's staging 
 
 @dataclass(slots=True)
 class Copy:
-    """One slice on its way: the same ``index`` at both ends, ``offset`` bytes into the receiver's bucket."""
+    """One slice on its way: ``index`` of a canonical tensor, out of a source piece that contains it into a destination
+    piece that contains it, ``offset`` bytes into the receiver's bucket."""
 
-    source: Piece
-    destination: Piece
+    index: Box
+    held: Piece
+    wanted: Piece
     dtype: torch.dtype
     nbytes: int
     offset: int = 0
+
+    @property
+    def sender(self) -> int:
+        return self.held.rank
+
+    @property
+    def source(self) -> Piece:
+        """The slice at the sender."""
+        return self.held.cut(self.index)
+
+    @property
+    def destination(self) -> Piece:
+        """The slice at the receiver."""
+        return self.wanted.cut(self.index)
 
 
 @dataclass
@@ -92,7 +110,7 @@ class Plan:
         """All copies that read buffers of ``rank``, its own included."""
         for rounds in self.incoming.values():
             for copies in rounds:
-                yield from (copy for copy in copies if copy.source.rank == rank)
+                yield from (copy for copy in copies if copy.sender == rank)
 
     @cached_property
     def _outgoing(self) -> dict[tuple[int, int], list[Message]]:
@@ -142,13 +160,14 @@ def plan(
                 for index in _cut(piece, dtypes[piece.name].itemsize, bucket_bytes)])
         for rank, pieces in sorted(destination.by_rank.items())
     ]  # fmt: skip
+    chunks = [(rank, _rotate(of_rank, i / len(chunks))) for i, (rank, of_rank) in enumerate(chunks)]
     sent = _choose_senders(source, [chunk for _, of_rank in chunks for chunk in of_rank])
     align = max((t.itemsize for t in dtypes.values()), default=1) if len(set(dtypes.values())) > 1 else 1
     incoming, rounds = _schedule(dict(chunks), bucket_bytes, align)
     out = Plan(bucket_bytes, rounds, incoming, sent=dict(sorted(sent.items())))
     for rank, of_rank in chunks:
         copies = [copy for chunk in of_rank for copy in chunk.copies]
-        out.local[rank] = sum(copy.nbytes for copy in copies if copy.source.rank == rank)
+        out.local[rank] = sum(copy.nbytes for copy in copies if copy.sender == rank)
         out.received[rank] = sum(copy.nbytes for copy in copies) - out.local[rank]
     return out
 
@@ -163,35 +182,42 @@ class _Chunk:
         self.copies: list[Copy] = []
 
     def add(self, index: Box, source: Piece) -> int:
-        copy = Copy(source.cut(index), self.piece.cut(index), self.dtype, volume(index) * self.dtype.itemsize)
+        copy = Copy(index, source, self.piece, self.dtype, volume(index) * self.dtype.itemsize)
         self.copies.append(copy)
         return copy.nbytes
 
 
+def _rotate(chunks: list[_Chunk], share: float) -> list[_Chunk]:
+    """Start after ``share`` of the elements. Ranks that start at different places don't all want the first stage at once."""
+    sizes = [volume(chunk.piece.index) for chunk in chunks]
+    start = bisect_left(list(accumulate(sizes, initial=0)), share * sum(sizes)) % max(1, len(chunks))
+    return chunks[start:] + chunks[:start]
+
+
 def _cut(piece: Piece, itemsize: int, bucket_bytes: int) -> list[Box]:
-    """Split along the first dimension into nearly equal parts of at most ``bucket_bytes``."""
-    nbytes = volume(piece.index) * itemsize
-    if nbytes <= bucket_bytes:
-        return [piece.index]
+    """Split along the first dimension into nearly equal parts of at most half a bucket (or one row), which pack well."""
     (start, stop), rest = piece.index[0], piece.index[1:]
-    fits = bucket_bytes // (volume(rest) * itemsize)
-    if fits == 0:
+    row = volume(rest) * itemsize
+    if row > bucket_bytes:
         raise ValueError(f"plan: bucket_bytes {bucket_bytes} is smaller than one row of {piece.name}")
+    fits = max(1, bucket_bytes // 2 // row)
+    if stop - start <= fits:
+        return [piece.index]
     parts = -(-(stop - start) // fits)
     edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
     return [((lo, hi), *rest) for lo, hi in zip(edges, edges[1:], strict=False)]
 
 
-Cover = tuple[list[tuple[Box, Piece]], list[tuple[Box, list[Piece]]]]  # from the own rank; from others, with the holders
+Cover = tuple[list[tuple[Box, int]], list[tuple[Box, list[Piece]]]]  # with the number of the own slice; with the holders
 
 
-def _cover(source: Layout, name: str, index: Box, own: list[Piece]) -> Cover:
+def _cover(source: Layout, name: str, index: Box, own: tuple[Box, ...]) -> Cover:
     """Cut ``index`` into disjoint boxes that lie inside one source slice each, own slices first."""
     mine, others = [], []
     rest = [index]
-    for piece in own:
-        mine += [(box, piece) for box in _common(rest, piece.index)]
-        rest = subtract(rest, [piece.index])
+    for number, held in enumerate(own):
+        mine += [(box, number) for box in _common(rest, held)]
+        rest = subtract(rest, [held])
     for held, holders in source.boxes[name].items() if rest else ():
         boxes = _common(rest, held)
         if boxes:
@@ -214,17 +240,17 @@ def _choose_senders(source: Layout, chunks: list[_Chunk]) -> dict[int, int]:
     own: dict[tuple[str, int], list[Piece]] = defaultdict(list)
     for piece in source.pieces:
         own[piece.name, piece.rank].append(piece)
-    covers: dict[tuple[str, Box, tuple[Piece, ...]], Cover] = {}
+    covers: dict[tuple[str, Box, tuple[Box, ...]], Cover] = {}  # replicas ask for the same
     open_copies: list[tuple[int, int, int, Box, list[Piece]]] = []
     for number, chunk in enumerate(chunks):
         name, index = chunk.piece.name, chunk.piece.index
         held = own.get((name, chunk.piece.rank), [])
-        key = (name, index, tuple(held))
+        key = (name, index, tuple([piece.index for piece in held]))
         if key not in covers:
-            covers[key] = _cover(source, name, index, held)
+            covers[key] = _cover(source, name, index, key[2])
         mine, others = covers[key]
-        for box, piece in mine:
-            chunk.add(box, piece)
+        for box, which in mine:
+            chunk.add(box, held[which])
         for box, holders in others:
             open_copies.append((len(holders), -volume(box) * chunk.dtype.itemsize, number, box, holders))
     sent = dict.fromkeys(sorted({piece.rank for piece in source.pieces}), 0)
@@ -270,8 +296,8 @@ def _take(
     sizes = [-(-copy.nbytes // align) * align for copy in copies]
     load: dict[int, int] = defaultdict(int)
     for copy, size in zip(copies, sizes, strict=True):
-        if copy.source.rank != rank:
-            load[copy.source.rank] += size
+        if copy.sender != rank:
+            load[copy.sender] += size
     fits = filled[rank] + sum(sizes) <= bucket_bytes and all(busy[s] + n <= bucket_bytes for s, n in load.items())
     # a chunk as large as the bucket may outgrow it by alignment alone: then it has the round for itself
     if not fits and (filled[rank] or any(busy[s] for s in load)):
@@ -286,7 +312,7 @@ def _take(
 
 def _place(copies: list[Copy], align: int) -> list[Copy]:
     """Order a bucket by sender (order of arrival within) and set the offsets."""
-    copies = sorted(copies, key=lambda copy: copy.source.rank)
+    copies = sorted(copies, key=lambda copy: copy.sender)
     offset = 0
     for copy in copies:
         copy.offset = offset
@@ -299,15 +325,15 @@ def _messages(rank: int, copies: list[Copy]) -> Iterator[Message]:
     open_message: Message | None = None
     for copy in copies:
         alone = copy.nbytes >= DIRECT_BYTES
-        if open_message is not None and (alone or copy.source.rank != open_message.source):
+        if open_message is not None and (alone or copy.sender != open_message.source):
             yield open_message
             open_message = None
-        if copy.source.rank == rank:
+        if copy.sender == rank:
             continue
         if alone:
-            yield Message(copy.source.rank, rank, [copy], copy.offset, copy.nbytes)
+            yield Message(copy.sender, rank, [copy], copy.offset, copy.nbytes)
         elif open_message is None:
-            open_message = Message(copy.source.rank, rank, [copy], copy.offset, copy.nbytes)
+            open_message = Message(copy.sender, rank, [copy], copy.offset, copy.nbytes)
         else:
             open_message.copies.append(copy)
             open_message.nbytes = copy.offset + copy.nbytes - open_message.offset

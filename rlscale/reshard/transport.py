@@ -137,7 +137,7 @@ class _Run:
             operations.append(dist.P2POp(dist.isend, packer.pack(message), message.destination, self.group))
         works = dist.batch_isend_irecv(operations) if operations else []
         for copy in self.plan.bucket(self.rank, number):
-            if copy.source.rank == self.rank:
+            if copy.sender == self.rank:
                 values = region(self.sources[copy.source.key], copy.source)
                 if self.destinations is not None:
                     region(self.destinations[copy.destination.key], copy.destination).copy_(values)

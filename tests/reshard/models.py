@@ -1,0 +1,184 @@
+"""Random models and layouts, and the oracle of every test: whole tensors cut up by plain reshapes, without the layout algebra."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from rlscale.cluster.mesh import ParallelDims
+from rlscale.model.arch import ModelSpec
+from rlscale.reshard import Layout, Plan, hf_shapes, rank_pieces_from_dicts
+from rlscale.reshard.transport import region
+
+Tensors = dict[str, torch.Tensor]
+
+
+def make_spec(**changes: Any) -> ModelSpec:
+    fields: dict[str, Any] = dict(
+        architecture="LlamaForCausalLM", num_layers=4, hidden=8, ffn=16, heads=8, kv_heads=4, head_dim=2, vocab=37,
+        norm_eps=1e-6, inv_freq=(1.0,),
+    )  # fmt: skip
+    return ModelSpec(**(fields | changes))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> ModelSpec:
+    """Models that TP 1, 2 and 4 and PP 1 and 2 can split; key-value heads from 1 to all, odd vocabularies."""
+    arch = draw(st.sampled_from(["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"]))
+    value_head = draw(st.booleans())
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    return make_spec(
+        architecture=arch, num_layers=draw(st.sampled_from([2, 4])), hidden=draw(st.integers(1, 6)),
+        ffn=4 * draw(st.integers(1, 3)), heads=kv_heads * draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads * n >= 4])),
+        kv_heads=kv_heads, head_dim=draw(st.sampled_from([2, 4])), vocab=draw(st.integers(13, 41)),
+        qkv_bias=arch.startswith("Qwen2"), qk_norm=arch.startswith("Qwen3"), value_head=value_head,
+        tied=not value_head and draw(st.booleans()),
+    )  # fmt: skip
+
+
+@st.composite
+def dims(draw: st.DrawFn, max_world: int = 8) -> ParallelDims:
+    tp, pp = draw(st.sampled_from([(t, p) for t in (1, 2, 4) for p in (1, 2) if t * p <= max_world]))
+    sp, dp = draw(st.sampled_from([(s, d) for s in (1, 2) for d in (1, 2, 3, 4) if tp * pp * s * d <= max_world]))
+    return ParallelDims(tp=tp, pp=pp, sp=sp, dp=dp)
+
+
+def canonical(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Tensors with a different integer in every element (as far as the dtype can tell them apart)."""
+    out, start = {}, 1
+    for name, shape in hf_shapes(spec).items():
+        n = int(torch.Size(shape).numel())
+        out[name] = torch.arange(start, start + n, dtype=torch.float64).reshape(shape).to(dtype)
+        start += n
+    return out
+
+
+def megatron_shards(spec: ModelSpec, dims: ParallelDims, rank: int, hf: Tensors) -> Tensors:
+    """The parameters of one rank: build Megatron's fused whole tensors, then split them."""
+    at, tp = dims.coords(rank), dims.tp
+
+    def rows(whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(tp, 0)[at.tp].clone()
+
+    def vocab(whole: torch.Tensor) -> torch.Tensor:
+        padding = torch.zeros(spec.padded_vocab(tp) - spec.vocab, whole.shape[1], dtype=whole.dtype)
+        return rows(torch.cat([whole, padding]))
+
+    def qkv(prefix: str, leaf: str) -> torch.Tensor:
+        parts = [hf[f"{prefix}{p}_proj.{leaf}"] for p in "qkv"]
+        groups = torch.cat([p.reshape(spec.kv_heads, -1, spec.head_dim, *p.shape[1:]) for p in parts], 1)
+        return rows(groups.reshape(-1, *parts[0].shape[1:]))
+
+    out: Tensors = {}
+    size = spec.num_layers // dims.pp
+    for local in range(size):
+        i, m = f"model.layers.{at.pp * size + local}.", f"decoder.layers.{local}."
+        out[m + "self_attention.linear_qkv.weight"] = qkv(i + "self_attn.", "weight")
+        if spec.qkv_bias:
+            out[m + "self_attention.linear_qkv.bias"] = qkv(i + "self_attn.", "bias")
+        if spec.qk_norm:
+            out[m + "self_attention.q_layernorm.weight"] = hf[i + "self_attn.q_norm.weight"].clone()
+            out[m + "self_attention.k_layernorm.weight"] = hf[i + "self_attn.k_norm.weight"].clone()
+        out[m + "self_attention.linear_proj.weight"] = hf[i + "self_attn.o_proj.weight"].chunk(tp, 1)[at.tp].clone()
+        out[m + "mlp.linear_fc1.weight"] = torch.cat([rows(hf[i + f"mlp.{p}_proj.weight"]) for p in ("gate", "up")])
+        out[m + "mlp.linear_fc2.weight"] = hf[i + "mlp.down_proj.weight"].chunk(tp, 1)[at.tp].clone()
+        out[m + "input_layernorm.weight"] = hf[i + "input_layernorm.weight"].clone()
+        out[m + "pre_mlp_layernorm.weight"] = hf[i + "post_attention_layernorm.weight"].clone()
+    if at.pp == 0:
+        out["embedding.word_embeddings.weight"] = vocab(hf["model.embed_tokens.weight"])
+    if at.pp == dims.pp - 1:
+        out["decoder.final_layernorm.weight"] = hf["model.norm.weight"].clone()
+        if spec.value_head:
+            out["value_head.weight"] = hf["score.weight"].clone()
+        elif not spec.tied or dims.pp > 1:
+            out["output_layer.weight"] = vocab(hf["model.embed_tokens.weight" if spec.tied else "lm_head.weight"])
+    return out
+
+
+def vllm_shards(spec: ModelSpec, tp: int, rank: int, hf: Tensors) -> Tensors:
+    """The parameters of one worker of a vLLM engine: [q; k; v] with replicated kv heads, [gate; up], vocabulary to 64."""
+
+    def rows(whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(tp, 0)[rank % tp].clone()
+
+    def kv(whole: torch.Tensor) -> torch.Tensor:
+        heads = whole.reshape(spec.kv_heads, spec.head_dim, *whole.shape[1:])
+        heads = heads.repeat_interleave(max(1, tp // spec.kv_heads), 0)
+        return heads.chunk(tp, 0)[rank % tp].reshape(-1, *whole.shape[1:]).clone()
+
+    def vocab(whole: torch.Tensor) -> torch.Tensor:
+        return rows(torch.cat([whole, torch.zeros(-spec.vocab % 64, whole.shape[1], dtype=whole.dtype)]))
+
+    out: Tensors = {}
+    for name, whole in hf.items():
+        prefix, _, tail = name.rpartition("self_attn.")
+        if tail.startswith("q_proj"):
+            leaf = tail.split(".")[1]
+            k, v = (kv(hf[f"{prefix}self_attn.{p}_proj.{leaf}"]) for p in "kv")
+            out[f"{prefix}self_attn.qkv_proj.{leaf}"] = torch.cat([rows(whole), k, v])
+        elif "gate_proj" in name:
+            up = hf[name.replace("gate_proj", "up_proj")]
+            out[name.replace("gate_proj", "gate_up_proj")] = torch.cat([rows(whole), rows(up)])
+        elif "o_proj" in name or "down_proj" in name:
+            out[name] = whole.chunk(tp, 1)[rank % tp].clone()
+        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
+            out[name] = vocab(whole)
+        elif not any(p in name for p in ("k_proj", "v_proj", "up_proj")):
+            out[name] = whole.clone()
+    return out
+
+
+def vllm_layout(spec: ModelSpec, tp: int, world: int) -> Layout:
+    """The layout of `vllm_shards` on every rank of ``world / tp`` replicas, as dictionaries read from live modules."""
+    shapes, out = hf_shapes(spec), []
+    for rank in range(world):
+        r = rank % tp
+        for name, shape in shapes.items():
+            key, dim, start, size, at = name, 0, 0, shape[0], 0
+            q, kv = spec.heads // tp * spec.head_dim, max(1, spec.kv_heads // tp) * spec.head_dim
+            if "q_proj" in name:
+                key, start, size = name.replace("q_proj", "qkv_proj"), r * q, q
+            elif "k_proj" in name or "v_proj" in name:
+                key = re.sub("[kv]_proj", "qkv_proj", name)
+                start, size = r // max(1, tp // spec.kv_heads) * kv, kv
+                at = q if "k_proj" in name else q + kv
+            elif "gate_proj" in name or "up_proj" in name:
+                key = re.sub("(gate|up)_proj", "gate_up_proj", name)
+                size = spec.ffn // tp
+                start, at = r * size, 0 if "gate_proj" in name else size
+            elif "o_proj" in name or "down_proj" in name:
+                dim, size = 1, shape[1] // tp
+                start = r * size
+            elif name in ("model.embed_tokens.weight", "lm_head.weight"):
+                rows = -(-spec.vocab // 64) * 64 // tp
+                start = r * rows
+                size = min(rows, spec.vocab - start)
+            if size <= 0:
+                continue
+            index, place = [[0, n] for n in shape], [[0, n] for n in shape]
+            index[dim], place[dim] = [start, start + size], [at, at + size]
+            out.append({"name": name, "rank": rank, "index": index, "key": key, "at": place})
+    return rank_pieces_from_dicts(out, shapes)
+
+
+def simulate(plan: Plan, sources: dict[int, Tensors], destinations: dict[int, Tensors]) -> None:
+    """Carry out a plan with all ranks in one process."""
+    for rank, rounds in plan.incoming.items():
+        for copies in rounds:
+            for copy in copies:
+                values = region(sources[copy.sender][copy.source.key], copy.source)
+                region(destinations[rank][copy.destination.key], copy.destination).copy_(values)
+
+
+def blank(shards: Tensors) -> Tensors:
+    """Zeros in the shapes of the shards (what padding rows hold)."""
+    return {key: torch.zeros_like(value) for key, value in shards.items()}
+
+
+def assert_equal(got: Tensors, expected: Tensors) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(got[key], value), key

@@ -1,0 +1,186 @@
+"""Plans against the oracle "put the whole tensors together, then slice", on all ranks in one process, and their cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlscale.cluster.mesh import ParallelDims
+from rlscale.model.arch import ModelSpec
+from rlscale.reshard import Layout, Piece, Plan, hf_layout, megatron_layout, plan
+from tests.reshard.models import (
+    assert_equal,
+    blank,
+    canonical,
+    dims,
+    make_spec,
+    megatron_shards,
+    simulate,
+    specs,
+    vllm_layout,
+    vllm_shards,
+)
+
+FP32 = torch.float32
+
+
+def lower_bound(source: Layout, destination: Layout, itemsize: int) -> dict[int, int]:
+    """Bytes that each rank must receive: elements it wants less those it holds, counted one by one."""
+    need = {}
+    for rank, pieces in destination.by_rank.items():
+        count = 0
+        for piece in pieces:
+            wanted = torch.zeros(destination.shapes[piece.name], dtype=torch.bool)
+            wanted[tuple(slice(*r) for r in piece.index)] = True
+            for held in source.of_rank(rank):
+                if held.name == piece.name:
+                    wanted[tuple(slice(*r) for r in held.index)] = False
+            count += int(wanted.sum())
+        need[rank] = count * itemsize
+    return need
+
+
+def check_limits(made: Plan) -> None:
+    """No rank receives or sends more than a bucket a round; offsets neither overlap nor leave the bucket."""
+    for number in range(made.rounds):
+        sent: dict[int, int] = defaultdict(int)
+        for rank in made.incoming:
+            end = 0
+            for copy in made.bucket(rank, number):
+                assert copy.offset == end
+                end += copy.nbytes
+            assert end <= made.bucket_bytes
+            messages = made.messages_to(rank, number)
+            assert sum(m.nbytes for m in messages) == sum(
+                c.nbytes for c in made.bucket(rank, number) if c.sender != rank
+            )
+            for message in messages:
+                sent[message.source] += message.nbytes
+                assert message in made.messages_from(message.source, number)
+        assert all(nbytes <= made.bucket_bytes for nbytes in sent.values())
+
+
+@given(spec=specs(), source=dims(), destination=dims(), bucket=st.sampled_from([256, 1000, 10**6]))
+@settings(max_examples=60, deadline=None)
+def test_megatron_to_megatron(spec: ModelSpec, source: ParallelDims, destination: ParallelDims, bucket: int) -> None:
+    hf = canonical(spec)
+    have, want = megatron_layout(spec, source), megatron_layout(spec, destination)
+    made = plan(have, want, dtype=FP32, bucket_bytes=bucket)
+    shards = {rank: megatron_shards(spec, source, rank, hf) for rank in range(source.world)}
+    expected = {rank: megatron_shards(spec, destination, rank, hf) for rank in range(destination.world)}
+    got = {rank: blank(tensors) for rank, tensors in expected.items()}
+    simulate(made, shards, got)
+    for rank, tensors in expected.items():
+        assert_equal(got[rank], tensors)
+    assert made.received == lower_bound(have, want, 4)
+    assert sum(made.sent.values()) == sum(made.received.values())
+    check_limits(made)
+
+
+@given(spec=specs(), source=dims(), tp=st.sampled_from([1, 2, 4]), replicas=st.integers(1, 2))
+@settings(max_examples=60, deadline=None)
+def test_megatron_to_vllm(spec: ModelSpec, source: ParallelDims, tp: int, replicas: int) -> None:
+    hf = canonical(spec)
+    have, want = megatron_layout(spec, source), vllm_layout(spec, tp, tp * replicas)
+    made = plan(have, want, dtype=FP32, bucket_bytes=1000)
+    shards = {rank: megatron_shards(spec, source, rank, hf) for rank in range(source.world)}
+    expected = {rank: vllm_shards(spec, tp, rank, hf) for rank in range(tp * replicas)}
+    got = {rank: blank(tensors) for rank, tensors in expected.items()}
+    simulate(made, shards, got)
+    for rank, tensors in expected.items():
+        assert_equal(got[rank], tensors)
+    assert made.received == lower_bound(have, want, 4)
+    check_limits(made)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_arbitrary_boxes(data: st.DataObject) -> None:
+    """Overlapping, replicated and stacked slices that no model has, but the algebra allows."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    world = data.draw(st.integers(1, 4))
+
+    def draw_pieces(end: str) -> list[Piece]:
+        pieces = []
+        for i in range(data.draw(st.integers(0, 5))):
+            index = tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape)
+            index = tuple((lo, hi) if lo < hi else (0, n) for (lo, hi), n in zip(index, shape, strict=True))
+            shift = data.draw(st.integers(0, 2))
+            at = ((shift, shift + 1), *((lo + shift, hi + shift) for lo, hi in index))  # one expert of a stack
+            pieces.append(Piece("w", data.draw(st.integers(0, world - 1)), index, f"{end}{i}", at))
+        whole = tuple((0, n) for n in shape)
+        return [*pieces, Piece("w", data.draw(st.integers(0, world - 1)), whole, f"{end}whole", whole)]
+
+    have, want = Layout({"w": shape}, draw_pieces("s")), Layout({"w": shape}, draw_pieces("d"))
+    whole = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=FP32).reshape(shape)
+
+    def fill(layout: Layout, with_values: bool) -> dict[int, dict[str, torch.Tensor]]:
+        out: dict[int, dict[str, torch.Tensor]] = {rank: {} for rank in range(world)}
+        for p in layout.pieces:
+            out[p.rank][p.key] = torch.zeros([hi for _, hi in p.at])
+            if with_values:
+                place = tuple(slice(lo, hi) for lo, hi in p.at)
+                values = whole[tuple(slice(lo, hi) for lo, hi in p.index)]
+                out[p.rank][p.key][place] = values.reshape([hi - lo for lo, hi in p.at])
+        return out
+
+    got = fill(want, False)
+    made = plan(have, want, dtype=FP32, bucket_bytes=max(4 * torch.Size(shape[1:]).numel(), 40))
+    simulate(made, fill(have, True), got)
+    for rank, tensors in fill(want, True).items():
+        assert_equal(got[rank], tensors)
+    assert made.received == lower_bound(have, want, 4)
+    check_limits(made)
+
+
+def test_same_layout_moves_nothing() -> None:
+    spec, layout_dims = make_spec(), ParallelDims(tp=2, dp=2, pp=2)
+    layout = megatron_layout(spec, layout_dims)
+    made = plan(layout, layout, dtype=FP32)
+    assert not any(made.received.values()) and not any(made.sent.values())
+    assert all(n > 0 for n in made.local.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_senders_are_balanced_where_replicas_allow_a_choice(tp: int) -> None:
+    """Eight replicas send the model to eight ranks that have nothing: no one sends more than 1.25 times the mean."""
+    spec = make_spec(hidden=64, ffn=128, heads=8, head_dim=8, vocab=512, num_layers=8)
+    source, n = megatron_layout(spec, ParallelDims(tp=tp, dp=8 // tp)), 8
+    shifted = [Piece(p.name, p.rank + n, p.index, p.key, p.at) for p in vllm_layout(spec, 1, n).pieces]
+    made = plan(source, Layout(source.shapes, shifted), dtype=torch.bfloat16)
+    mean = sum(made.sent.values()) / n
+    assert set(made.sent) == set(range(n)) and max(made.sent.values()) <= 1.25 * mean
+
+
+def test_plan_is_deterministic_and_the_digest_tells_plans_apart() -> None:
+    spec = make_spec()
+    args = megatron_layout(spec, ParallelDims(tp=2, dp=2)), vllm_layout(spec, 1, 4)
+    one, two = (plan(*args, dtype=FP32, bucket_bytes=500) for _ in range(2))
+    assert one.incoming == two.incoming and one.digest == two.digest
+    assert plan(*args, dtype=FP32, bucket_bytes=600).digest != one.digest
+    assert plan(*args, dtype=torch.bfloat16, bucket_bytes=500).digest != one.digest
+
+
+def test_mixed_dtypes_start_on_whole_elements() -> None:
+    spec = make_spec(hidden=3, vocab=13)
+    want = vllm_layout(spec, 1, 2)
+    dtypes = {name: FP32 if "norm" in name else torch.bfloat16 for name in want.shapes}
+    made = plan(hf_layout(spec), want, dtype=dtypes, bucket_bytes=200)
+    for number in range(made.rounds):
+        assert all(copy.offset % copy.dtype.itemsize == 0 for copy in made.bucket(1, number))
+    assert made.received[1] == sum(torch.Size(s).numel() * dtypes[n].itemsize for n, s in want.shapes.items())
+
+
+def test_bad_ends_are_named() -> None:
+    spec = make_spec()
+    have = megatron_layout(spec, ParallelDims(tp=2))
+    with pytest.raises(ValueError, match=r"asks for model.layers.4.* which the source does not hold"):
+        plan(have, megatron_layout(make_spec(num_layers=5), ParallelDims()), dtype=FP32)
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight has shape \[37, 8\] in the source, \[38, 8\] here"):
+        plan(have, megatron_layout(make_spec(vocab=38), ParallelDims()), dtype=FP32)
+    with pytest.raises(ValueError, match=r"bucket_bytes 16 is smaller than one row of model.embed_tokens.weight"):
+        plan(have, megatron_layout(spec, ParallelDims()), dtype=FP32, bucket_bytes=16)
