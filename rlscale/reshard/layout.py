@@ -1,8 +1,8 @@
 """Who holds which slice of which tensor, and where: the one algebra behind loading, syncing, exporting and resuming.
 
-Canonical tensors are those of a Hugging Face checkpoint. A `Piece` says that a rectangular slice of one of them lies in
-a rectangular region of a local buffer of one rank; a `Layout` is the list of all pieces of all ranks. Nothing here knows
-about processes, devices or dtypes, so that a layout of 256 ranks can be reasoned about on one.
+Canonical tensors are those of a Hugging Face checkpoint. A `Piece` says that a rectangular slice of one of them lies in a
+rectangular region of a local buffer of one rank; a `Layout` is the list of all pieces of all ranks. Nothing here knows of
+processes, devices or dtypes, so that a layout of 256 ranks can be reasoned about on one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Layout:
         same = same and [hi - lo for lo, hi in piece.at] == [1] * extra + [hi - lo for lo, hi in piece.index]
         if not same:
             raise ValueError(
-                f"layout: {piece.name}{_text(piece.index)} does not fit {piece.key}{_text(piece.at)} of rank {piece.rank}"
+                f"layout: {piece.name}{_text(piece.index)} does not fit {piece.key}{_text(piece.at)}, rank {piece.rank}"
             )
 
     @cached_property
@@ -114,7 +114,7 @@ class Layout:
 
 
 def rank_pieces_from_dicts(dicts: Iterable[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """A layout out of piece descriptions that came from other processes, as JSON or pickled ``dataclasses.asdict(piece)``.
+    """A layout out of pieces that other processes described, as JSON or pickled ``dataclasses.asdict(piece)``.
 
     Args:
         dicts: fields of `Piece`; lists in place of tuples are accepted.

@@ -22,7 +22,7 @@ VALUE_HEAD = "score.weight"
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Canonical tensors of a Llama, Mistral, Qwen2 or Qwen3 model, in checkpoint order, with their shapes.
 
-    A tied output weight is no tensor of its own. A critic has ``score.weight`` ``[1, hidden]`` in place of ``lm_head.weight``.
+    A tied output weight is no tensor of its own. A critic has ``score.weight`` ``[1, hidden]`` instead of an output weight.
     """
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab, spec.hidden)}
@@ -73,7 +73,7 @@ def megatron_layout(spec: ModelSpec, dims: ParallelDims) -> Layout:
         if size % parts:
             raise ValueError(f"{spec.architecture}: {size} {what} cannot be split over {parts} ranks")
     shapes = hf_shapes(spec)
-    pieces = []
+    pieces: list[Piece] = []
     for pp in range(dims.pp):
         for tp in range(dims.tp):
             ranks = [dims.rank_of(tp=tp, sp=sp, dp=dp, pp=pp) for dp in range(dims.dp) for sp in range(dims.sp)]
@@ -85,9 +85,7 @@ def megatron_layout(spec: ModelSpec, dims: ParallelDims) -> Layout:
 Held = tuple[str, Box, str, Box]  # name, index, key, at
 
 
-def _stage(
-    spec: ModelSpec, shapes: dict[str, tuple[int, ...]], dims: ParallelDims, tp: int, pp: int
-) -> Iterator[Held]:
+def _stage(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], dims: ParallelDims, tp: int, pp: int) -> Iterator[Held]:
     """What one pipeline stage holds at one TP rank, in the order of its layers."""
     last = pp == dims.pp - 1
     if pp == 0:

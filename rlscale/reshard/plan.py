@@ -1,8 +1,9 @@
 """The least set of copies that turns one layout into another, cut into rounds of bounded size.
 
 Every destination slice is cut against the slices that exist: what its rank already holds stays there, the rest crosses
-once, from the sender that has least to do. Then the copies are ordered into rounds, in which no rank receives, nor sends,
-more than one bucket. A rank's pieces come in the order of its layout, which is entered at a different place by each rank. A plan is a pure function of its arguments: every rank computes the same one and knows its part.
+once, from the sender that has least to do. Then the copies are dealt into rounds, in which no rank receives, nor sends,
+more than one bucket. A rank's pieces come in the order of its layout, but each rank enters that order at another place.
+A plan is a pure function of its arguments: every rank computes the same one and knows its part.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Plan:
         return max(ends, default=0)
 
     def staging_bytes(self, rank: int) -> int:
-        """The most that ``rank`` sends in a round, every message rounded up to `STAGING_ALIGN`: room enough to pack it."""
+        """The most that ``rank`` sends in a round, messages rounded up to `STAGING_ALIGN`: room enough to pack it."""
         totals = (
             sum(-(-m.nbytes // STAGING_ALIGN) * STAGING_ALIGN for m in self.messages_from(rank, number))
             for number in range(self.rounds)
@@ -188,14 +189,14 @@ class _Chunk:
 
 
 def _rotate(chunks: list[_Chunk], share: float) -> list[_Chunk]:
-    """Start after ``share`` of the elements. Ranks that start at different places don't all want the first stage at once."""
+    """Start after ``share`` of the elements: ranks that start apart don't all want the first stage at once."""
     sizes = [volume(chunk.piece.index) for chunk in chunks]
     start = bisect_left(list(accumulate(sizes, initial=0)), share * sum(sizes)) % max(1, len(chunks))
     return chunks[start:] + chunks[:start]
 
 
 def _cut(piece: Piece, itemsize: int, bucket_bytes: int) -> list[Box]:
-    """Split along the first dimension into nearly equal parts of at most half a bucket (or one row), which pack well."""
+    """Split along the first dimension into nearly equal parts of at most half a bucket (or a row): they pack well."""
     (start, stop), rest = piece.index[0], piece.index[1:]
     row = volume(rest) * itemsize
     if row > bucket_bytes:
@@ -208,7 +209,8 @@ def _cut(piece: Piece, itemsize: int, bucket_bytes: int) -> list[Box]:
     return [((lo, hi), *rest) for lo, hi in zip(edges, edges[1:], strict=False)]
 
 
-Cover = tuple[list[tuple[Box, int]], list[tuple[Box, list[Piece]]]]  # with the number of the own slice; with the holders
+# boxes with the number of the own slice they come from; boxes that other ranks hold
+Cover = tuple[list[tuple[Box, int]], list[tuple[Box, list[Piece]]]]
 
 
 def _cover(source: Layout, name: str, index: Box, own: tuple[Box, ...]) -> Cover:
@@ -265,7 +267,7 @@ def _schedule(
 ) -> tuple[dict[int, list[list[Copy]]], int]:
     """Deal the chunks of every rank, in their order, into rounds within the limits of receivers and senders.
 
-    Ranks take turns, one chunk each, so that a sender wanted by several serves them side by side. With mixed dtypes every
+    Ranks take turns, one chunk each, so that a sender wanted by several serves them side by side. With mixed dtypes a
     copy takes a multiple of ``align`` bytes of the bucket, so that each starts on a whole element.
     """
     limits = (bucket_bytes, align)
@@ -273,7 +275,8 @@ def _schedule(
     incoming: dict[int, list[list[Copy]]] = {rank: [] for rank in chunks}
     rounds = 0
     while any(position[rank] < len(chunks[rank]) for rank in chunks):
-        filled, busy = dict.fromkeys(chunks, 0), defaultdict(int)
+        filled = dict.fromkeys(chunks, 0)
+        busy: dict[int, int] = defaultdict(int)
         taken: dict[int, list[Copy]] = {rank: [] for rank in chunks}
         active = [rank for rank in chunks if position[rank] < len(chunks[rank])]
         while active:

@@ -1,8 +1,7 @@
-"""The Hugging Face folder as an end of resharding: ranks read only their slices of it, and any layout is written back to one.
+"""The Hugging Face folder as an end of resharding: ranks read only their slices of it; any layout is written to one.
 
-Reading touches the bytes of the wanted slices alone. Writing streams every tensor to one rank, a bounded bucket at a time,
-into a folder beside the wanted one, which takes its place by a rename once it is complete: an export that fails leaves
-the former one as it was.
+Writing streams every tensor to one rank, a bounded bucket at a time, into a folder beside the wanted one, which takes its
+place by a rename once it is complete: an export that fails leaves the former one as it was.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ COMPANIONS = (
 )  # fmt: skip
 
 
-# Reading ---------------------------------------------------------------------------------------------------------------
+# Reading ------------------------------------------------------------------------------------------
 
 
 def load_pieces(
@@ -56,8 +55,8 @@ def load_pieces(
         The optional tensors that the folder lacks.
 
     Raises:
-        ValueError: no such folder or file, a truncated file, a missing tensor, one of another shape or of a type that is
-            not floating point, or one that the architecture doesn't have. The message names it.
+        ValueError: no such folder or file, a truncated file, a missing tensor, one of another shape or not of a floating
+            point type, or one that the architecture doesn't have. The message names it.
     """
     pieces = list(pieces)
     files = _tensor_files(Path(folder))
@@ -98,7 +97,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     if not (folder / SINGLE).is_file():
         raise ValueError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
     with _opened(folder / SINGLE) as file:
-        return {name: folder / SINGLE for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+        return dict.fromkeys(file.keys(), folder / SINGLE)
 
 
 @contextmanager
@@ -113,7 +112,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _refuse_unknown(folder: Path, names: Iterable[str], shapes: Mapping[str, Any]) -> None:
-    """A weight that would be dropped means another architecture or number of layers. Heads and rotary buffers may be."""
+    """A weight left over means another architecture or number of layers; heads and rotary buffers are harmless."""
     for name in sorted(names):
         if name.startswith("model.") and name not in shapes and not name.endswith("rotary_emb.inv_freq"):
             raise ValueError(f"{folder}: tensor {name} does not belong to the architecture of its config.json")
@@ -151,7 +150,7 @@ def _read(path: Path, file: Any, piece: Piece, target: torch.Tensor, shape: tupl
         region(target, part).copy_(values)
 
 
-# Writing ---------------------------------------------------------------------------------------------------------------
+# Writing ------------------------------------------------------------------------------------------
 
 
 def export_hf(
@@ -164,8 +163,8 @@ def export_hf(
     Args:
         folder: replaced as a whole once the export is complete.
         layout: of the model; ``sources`` are this rank's local buffers by its keys.
-        reference_folder: the folder the model came from: its configuration (with the new dtype), tokenizer, chat template
-            and generation configuration are copied.
+        reference_folder: the folder the model came from: its configuration (with the new dtype), tokenizer, chat
+            template and generation configuration are copied.
         writer: global rank that writes; it holds at most two buckets besides its own shards.
         shard_bytes: a larger model is written as several files and an index.
 
@@ -178,7 +177,7 @@ def export_hf(
     copies = plan(layout, destination, dtype=dtype, bucket_bytes=bucket_bytes)
     output = _Folder(folder, layout.shapes, dtype, shard_bytes) if rank == writer else None
     try:
-        _together(folder, writer, group, lambda: output and output.prepare(Path(reference_folder)))
+        _together(folder, writer, group, lambda: output.prepare(Path(reference_folder)) if output else None)
         device = next(iter(sources.values())).device
         buffer = torch.empty(copies.buffer_bytes(rank), dtype=torch.uint8, device=device)
         failure: Exception | None = None
@@ -189,13 +188,13 @@ def export_hf(
                 except OSError as error:  # the others are in the middle of sending: go on receiving, then tell them
                     failure = error
                     output.discard()
-        _together(folder, writer, group, lambda: output and output.publish(failure))
+        _together(folder, writer, group, lambda: output.publish(failure) if output else None)
     finally:
         if output is not None:
             output.discard()
 
 
-def _together(folder: Path, writer: int, group: dist.ProcessGroup | None, action: Any) -> None:
+def _together(folder: Path, writer: int, group: dist.ProcessGroup | None, action: Callable[[], None]) -> None:
     """Run an action of the writer; if it fails, raise the same error on every rank."""
     failure: tuple[type[Exception], str] | None = None
     cause: Exception | None = None
@@ -245,7 +244,9 @@ class _Folder:
         if len(self.shards) > 1:
             total = {"total_size": self.missing}
             weight_map = {tensor: name for name, tensors in self.shards.items() for tensor in tensors}
-            (self.partial / INDEX).write_text(json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n")
+            (self.partial / INDEX).write_text(
+                json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n"
+            )
 
     def _config(self, reference: Path) -> dict[str, Any]:
         config = json.loads((reference / "config.json").read_text())
@@ -276,7 +277,7 @@ class _Folder:
         _write_at(file, 0, len(text).to_bytes(8, "little") + text)
 
     def write(self, bucket: Bucket) -> None:
-        """Write the rows that a bucket completes. Every tensor comes in runs of whole rows, in one or more parts each."""
+        """Write the rows that a bucket holds: runs of whole rows of each tensor, in one or more parts."""
         parts: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
         for piece, values in bucket.tensors():
             parts.setdefault(piece.name, []).append((piece, values))
@@ -292,7 +293,7 @@ class _Folder:
             row_bytes = volume(whole(self.shapes[name][1:])) * self.dtype.itemsize
             assert rows.numel() * self.dtype.itemsize == (last - first) * row_bytes, f"{name}: rows come whole"
             data = rows.cpu().reshape(-1).view(torch.uint8).numpy()
-            _write_at(file, start + first * row_bytes, memoryview(data))
+            _write_at(file, start + first * row_bytes, memoryview(data))  # type: ignore[arg-type]
             self.missing -= data.nbytes
 
     def publish(self, failure: Exception | None) -> None:

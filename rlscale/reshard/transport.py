@@ -1,8 +1,8 @@
 """Carries out a plan: rounds of point-to-point messages through bounded buckets.
 
-Senders convert to the destination's dtype. A large contiguous slice is sent straight from its storage; the rest is packed
-into one staging buffer. The receiver's bucket is filled in place, so that it can be memory which another process maps
-(POSIX shared memory, CUDA IPC), and is complete when it is handed out.
+Senders convert to the destination's dtype. A large contiguous slice is sent straight from its storage; the rest is
+packed into one staging buffer. The receiver's bucket is filled in place, so that it can be memory which another process
+maps (POSIX shared memory, CUDA IPC), and is complete when it is handed out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Bucket:
     """What one rank received in one round; may be empty.
 
     ``buffer`` is the caller's, cut to the bytes in use (uint8 ``[n]``); ``pieces[i]`` lies at ``offsets[i]`` bytes as a
-    contiguous tensor of ``dtypes[i]`` and shape ``pieces[i].shape``. A destination piece may come in several parts, each a
-    `Piece` of its own. Valid until the next bucket is asked for.
+    contiguous tensor of ``dtypes[i]`` and shape ``pieces[i].shape``. A destination piece may come in several parts, each
+    a `Piece` of its own. Valid until the next bucket is asked for.
     """
 
     number: int
@@ -58,13 +58,13 @@ def execute(
 
     Args:
         sources: this rank's local buffers by key, as in the source layout.
-        buffers: one or two uint8 tensors of ``plan.buffer_bytes(rank)`` each, on the device of the sources. With two, the
-            next round travels while the caller works on this one.
+        buffers: one or two uint8 tensors of ``plan.buffer_bytes(rank)`` each, on the device of the sources. With two,
+            the next round travels while the caller works on this one.
         staging: reusable uint8 tensor of ``plan.staging_bytes(rank)``; allocated here if None.
 
     Raises:
-        ValueError: a local buffer that is missing or too small for its pieces, plans that differ between ranks; on every
-            rank, before anything is sent.
+        ValueError: a local buffer that is missing or too small for its pieces, plans that differ between ranks; on
+            every rank, before anything is sent.
     """
     return _Run(plan, sources, group, staging, buffers, None).buckets()
 
@@ -118,7 +118,9 @@ class _Run:
     def _bucket(self, number: int, copies: list[Copy]) -> Bucket:
         used = copies[-1].offset + copies[-1].nbytes if copies else 0
         buffer = self.buffers[number % len(self.buffers)][:used]
-        return Bucket(number, [c.destination for c in copies], [c.offset for c in copies], [c.dtype for c in copies], buffer)
+        return Bucket(
+            number, [c.destination for c in copies], [c.offset for c in copies], [c.dtype for c in copies], buffer
+        )
 
     @torch.no_grad()
     def _post(self, number: int) -> tuple[list[Any], list[Copy]]:
@@ -197,7 +199,7 @@ class _Packer:
         self.packed: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def pack(self, message: Message) -> torch.Tensor:
-        """The bytes of a message (uint8 ``[nbytes]``), without a copy where its slice is contiguous and of the right dtype."""
+        """The bytes of a message (uint8 ``[nbytes]``), not copied where its slice is contiguous and of the right dtype."""
         if len(message.copies) > 1:
             return self._stage(message)
         copy = message.copies[0]

@@ -1,4 +1,4 @@
-"""Random models and layouts, and the oracle of every test: whole tensors cut up by plain reshapes, without the layout algebra."""
+"""Random models and layouts, and the oracle of the tests: whole tensors cut by plain reshapes, no layout algebra."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def make_spec(**changes: Any) -> ModelSpec:
-    fields: dict[str, Any] = dict(
-        architecture="LlamaForCausalLM", num_layers=4, hidden=8, ffn=16, heads=8, kv_heads=4, head_dim=2, vocab=37,
-        norm_eps=1e-6, inv_freq=(1.0,),
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "architecture": "LlamaForCausalLM", "num_layers": 4, "hidden": 8, "ffn": 16, "heads": 8, "kv_heads": 4,
+        "head_dim": 2, "vocab": 37, "norm_eps": 1e-6, "inv_freq": (1.0,),
+    }  # fmt: skip
     return ModelSpec(**(fields | changes))
 
 
@@ -32,8 +32,9 @@ def specs(draw: st.DrawFn) -> ModelSpec:
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     return make_spec(
         architecture=arch, num_layers=draw(st.sampled_from([2, 4])), hidden=draw(st.integers(1, 6)),
-        ffn=4 * draw(st.integers(1, 3)), heads=kv_heads * draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads * n >= 4])),
-        kv_heads=kv_heads, head_dim=draw(st.sampled_from([2, 4])), vocab=draw(st.integers(13, 41)),
+        ffn=4 * draw(st.integers(1, 3)), kv_heads=kv_heads,
+        heads=kv_heads * draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads * n >= 4])),
+        head_dim=draw(st.sampled_from([2, 4])), vocab=draw(st.integers(13, 41)),
         qkv_bias=arch.startswith("Qwen2"), qk_norm=arch.startswith("Qwen3"), value_head=value_head,
         tied=not value_head and draw(st.booleans()),
     )  # fmt: skip
@@ -99,7 +100,7 @@ def megatron_shards(spec: ModelSpec, dims: ParallelDims, rank: int, hf: Tensors)
 
 
 def vllm_shards(spec: ModelSpec, tp: int, rank: int, hf: Tensors) -> Tensors:
-    """The parameters of one worker of a vLLM engine: [q; k; v] with replicated kv heads, [gate; up], vocabulary to 64."""
+    """Parameters of one worker of a vLLM engine: [q; k; v] with replicated kv heads, [gate; up], vocabulary to 64."""
 
     def rows(whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(tp, 0)[rank % tp].clone()

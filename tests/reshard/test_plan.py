@@ -1,4 +1,4 @@
-"""Plans against the oracle "put the whole tensors together, then slice", on all ranks in one process, and their cost."""
+"""Plans against the oracle "put whole tensors together, then slice", on all ranks in one process, and their cost."""
 
 from __future__ import annotations
 
@@ -180,7 +180,9 @@ def test_bad_ends_are_named() -> None:
     have = megatron_layout(spec, ParallelDims(tp=2))
     with pytest.raises(ValueError, match=r"asks for model.layers.4.* which the source does not hold"):
         plan(have, megatron_layout(make_spec(num_layers=5), ParallelDims()), dtype=FP32)
-    with pytest.raises(ValueError, match=r"model.embed_tokens.weight has shape \[37, 8\] in the source, \[38, 8\] here"):
+    with pytest.raises(
+        ValueError, match=r"model.embed_tokens.weight has shape \[37, 8\] in the source, \[38, 8\] here"
+    ):
         plan(have, megatron_layout(make_spec(vocab=38), ParallelDims()), dtype=FP32)
     with pytest.raises(ValueError, match=r"bucket_bytes 16 is smaller than one row of model.embed_tokens.weight"):
         plan(have, megatron_layout(spec, ParallelDims()), dtype=FP32, bucket_bytes=16)

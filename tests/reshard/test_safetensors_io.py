@@ -191,7 +191,7 @@ def test_loading_reads_only_the_slices(tmp_path: Path, monkeypatch: pytest.Monke
         assert sum(read) == sum(value.numel() for value in got.values())
 
 
-# Export ----------------------------------------------------------------------------------------------------------------
+# Export -------------------------------------------------------------------------------------------
 
 
 def export(folder: Path, reference: Path, spec: ModelSpec, dims: ParallelDims, **options: object) -> None:
