@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlscale.algo.registry import Registry
-from rlscale.algo.segments import check_shapes, compress, reverse_scan, segment_sum, spread, whiten
+from rlscale.algo.segments import check_shapes, compress, cumulative, reverse_scan, segment_sum, spread, whiten
 
 ADVANTAGES = Registry("advantage estimator")
 
@@ -99,6 +99,17 @@ class Batch:
         """Unbiased standard deviation of the group of each sequence; 0 without contrast. ``[B]``."""
         x = self.centred(score)
         return (self.per_group(x.square())[self.group] / (self.size - 1.0).clamp(min=1.0)).sqrt()
+
+    def others_equal(self, score: Tensor) -> Tensor:
+        """``[B]`` bool: the other usable members of the group (if any) all have one and the same score."""
+        x = torch.where(self.usable, score, torch.inf)
+        values, index = torch.unique(x, return_inverse=True)
+        cell = self.group * values.numel() + index  # one cell for each (group, score)
+        cells, cell = torch.unique(cell, return_inverse=True)
+        members = torch.zeros(cells.numel(), dtype=x.dtype, device=x.device).index_add_(0, cell, self.usable.to(x.dtype))
+        kinds = torch.zeros(self.groups, dtype=x.dtype, device=x.device)
+        kinds.index_add_(0, torch.div(cells, values.numel(), rounding_mode="floor"), (members > 0).to(x.dtype))
+        return kinds[self.group] - (members[cell] == 1).to(x.dtype) <= 1
 
     def to_tokens(self, row: Tensor) -> Tensor:
         """``[B]`` -> ``[T]``, 0 at tokens that take no part."""
@@ -210,9 +221,18 @@ def grpo(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tens
 
 
 @ADVANTAGES.register("rloo")
-def rloo(b: Batch) -> tuple[Tensor, Tensor]:
-    """Leave-one-out baseline (Ahmadian et al. 2024): ``S - mean of the others = n/(n-1) (S - mean)``."""
-    tokens = b.to_tokens(b.centred(b.outcome) * b.size / (b.size - 1.0).clamp(min=1.0))
+def rloo(b: Batch, *, norm_by_loo_std: bool = False) -> tuple[Tensor, Tensor]:
+    """Leave-one-out baseline (Ahmadian et al. 2024): ``S - mean of the others = n/(n-1) (S - mean)``.
+
+    ``norm_by_loo_std``: divided by the standard deviation of the others; where they are all equal, the plain difference.
+    """
+    x = b.centred(b.outcome)
+    a = x * b.size / (b.size - 1.0).clamp(min=1.0)
+    if norm_by_loo_std:
+        squares = b.per_group(x.square())[b.group] - x.square() * b.size / (b.size - 1.0).clamp(min=1.0)
+        std = (squares.clamp(min=0.0) / (b.size - 2.0).clamp(min=1.0)).sqrt()
+        a = torch.where(b.others_equal(b.outcome), a, a / std.clamp(min=torch.finfo(std.dtype).tiny))
+    tokens = b.to_tokens(a)
     return tokens, tokens
 
 
@@ -236,3 +256,92 @@ def reinforce_plus_plus_baseline(b: Batch) -> tuple[Tensor, Tensor]:
     tokens = b.to_tokens(b.centred(b.outcome))
     tokens = whiten(tokens, b.valid & spread(b.contrast, b.cu))
     return tokens, tokens
+
+
+@ADVANTAGES.register("remax")
+def remax(b: Batch) -> tuple[Tensor, Tensor]:
+    """ReMax (Li et al. 2023): reward to come, less the reward of the greedy response to the same prompt (``baselines``)."""
+    returns = b.discounted(1.0)
+    baseline = b.to_tokens(_need(b.baselines, "baselines", "remax").double())
+    return torch.where(b.valid, returns - baseline, 0.0), returns
+
+
+@ADVANTAGES.register("opo")
+def opo(b: Batch) -> tuple[Tensor, Tensor]:
+    """On-policy with the optimal baseline (Hao et al. 2025): the group mean weighted by length."""
+    x = b.shifted(b.outcome)
+    x = x - (b.per_group(b.lengths * x) / b.per_group(b.lengths).clamp(min=1.0))[b.group]
+    tokens = b.to_tokens(torch.where(b.contrast, x, 0.0))
+    return tokens, tokens
+
+
+@ADVANTAGES.register("gpg")
+def gpg(b: Batch) -> tuple[Tensor, Tensor]:
+    """Group policy gradient (Chu et al. 2025): ``(B / #{S != 0}) (S - mean)``, over the usable sequences."""
+    informative = (b.usable & (b.outcome != 0)).sum().clamp(min=1)
+    tokens = b.to_tokens(b.centred(b.outcome) * (b.usable.sum() / informative))
+    return tokens, tokens
+
+
+@ADVANTAGES.register("grpo_passk")
+def grpo_passk(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Pass@k advantage (Chen et al. 2025): only the best of a group learns, by its lead over the second; a tie gives 0."""
+    score = torch.where(b.usable, b.outcome, -torch.inf)
+    order = torch.argsort(score, stable=True)
+    order = order[torch.argsort(b.group[order], stable=True)]  # by group, ascending within it
+    last = torch.bincount(b.group, minlength=b.groups).cumsum(0) - 1
+    best, second = order[last], order[(last - 1).clamp(min=0)]
+    a = torch.zeros_like(score)
+    a[best] = torch.where(b.contrast[best], score[best] - score[second], 0.0)
+    if norm_by_std:
+        a = a / (b.group_std(b.outcome) + eps)
+    tokens = b.to_tokens(a)
+    return tokens, tokens
+
+
+@ADVANTAGES.register("gdpo")
+def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Group reward-decoupled normalisation (Liu et al. 2026): the grpo rule for each reward component apart, their weighted
+    sum, whitened over the tokens with contrast. ``weights``: one number a component (default 1)."""
+    components = _need(b.components, "components", "gdpo").double()
+    factors = [1.0] * components.shape[0] if weights is None else list(weights)
+    if len(factors) != components.shape[0]:
+        raise ValueError(f"gdpo has {components.shape[0]} reward components, but {len(factors)} weights")
+    a = torch.zeros_like(b.outcome)
+    for score, factor in zip(components, factors, strict=True):
+        a = a + factor * b.centred(score) / (b.group_std(score) + eps)
+    tokens = whiten(b.to_tokens(a), b.valid & spread(b.contrast, b.cu))
+    return tokens, tokens
+
+
+@ADVANTAGES.register("optimal_token_baseline", "tir_optimal_token_baseline")
+def optimal_token_baseline(b: Batch, *, epsilon: float = 1e-8, handle_zero_tail: bool = True) -> tuple[Tensor, Tensor]:
+    """A baseline for each group and position that minimises the variance of the gradient (optimal token baseline, 2025).
+
+    The squared norm of a token's score function is estimated by ``w_t = 1 - 2 pi_t + sum_v pi(v)^2`` (times the square of the
+    importance weight), ``W_t`` is its running sum, ``G_t`` the reward to come, and ``b_t = sum G W / (sum W + epsilon)`` over
+    the group's sequences that have a policy token at position ``t`` (counted in policy tokens). ``handle_zero_tail``: beyond
+    the second-longest length, where only the longest one is left, the baseline is 0.
+    """
+    old = _need(b.old_logprobs, "old_logprobs", "optimal_token_baseline")
+    squares = _need(b.sum_pi_squared, "sum_pi_squared", "optimal_token_baseline")
+    at, cu = compress(b.valid, b.cu)
+    w = 1.0 - 2.0 * old[at].double().exp() + squares[at].double()
+    if b.is_weights is not None:
+        w = w * b.is_weights[at].double().square()
+    running, to_come = cumulative(w, cu), reverse_scan(b.r[at], 1.0, cu)
+    lengths = cu.diff()
+    row = torch.repeat_interleave(torch.arange(lengths.numel(), device=at.device), lengths)
+    position = torch.arange(at.numel(), device=at.device) - cu[row]
+    width = int(lengths.max()) if lengths.numel() else 0
+    cell = b.group[row] * width + position
+    top = w.new_zeros(b.groups * width).index_add_(0, cell, to_come * running)
+    bottom = w.new_zeros(b.groups * width).index_add_(0, cell, running)
+    baseline = (top / (bottom + epsilon))[cell]
+    if handle_zero_tail:
+        rows_there = w.new_zeros(b.groups * width).index_add_(0, cell, torch.ones_like(w))
+        baseline = torch.where(rows_there[cell] > 1, baseline, 0.0)
+    advantage, returns = torch.zeros_like(b.r), torch.zeros_like(b.r)
+    returns[at] = to_come
+    advantage[at] = torch.where(b.contrast[row], to_come - baseline, 0.0)
+    return advantage, returns

@@ -162,3 +162,156 @@ def gspo(x: Tokens, *, clip_low: float, clip_high: float) -> LossAndFlags:
     ratio = s * torch.exp(x.logp - x.logp.detach())
     unclipped, clipped = -x.adv * ratio, -x.adv * _clip(ratio, clip_low, clip_high)
     return torch.maximum(unclipped, clipped), {"pg_clipfrac": clipped > unclipped, "seq_ratio": s}
+
+
+@POLICY_LOSSES.register("sapo")
+def sapo(x: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossAndFlags:
+    """Soft adaptive policy optimisation (Gao et al. 2025): a sigmoid gate in place of the clip.
+
+    ``L = -A (4 / tau) sigmoid(tau (r - 1))``, ``tau`` by the sign of ``A``. Use it with seq-mean-token-mean weights.
+    """
+    tau = torch.where(x.adv > 0, x.adv.new_tensor(tau_pos), x.adv.new_tensor(tau_neg))
+    return -x.adv * (4.0 / tau) * torch.sigmoid(tau * (x.ratio - 1.0)), {}
+
+
+@POLICY_LOSSES.register("cispo")
+def cispo(x: Tokens, *, clip_low: float, clip_high: float) -> LossAndFlags:
+    """CISPO (MiniMax-M1 2025): the clipped ratio is a constant weight, so every token keeps its gradient.
+
+    ``L = -sg(clip(r)) A log pi``.
+    """
+    ratio = x.ratio.detach()
+    clipped = _clip(ratio, clip_low, clip_high)
+    return -clipped * x.adv * x.logp, {"pg_clipfrac": clipped != ratio}
+
+
+@POLICY_LOSSES.register("geo_mean")
+def geo_mean(x: Tokens, *, clip_low: float, clip_high: float, is_weights: Tensor | None = None) -> LossAndFlags:
+    """GMPO (Zhao et al. 2025): geometric mean of the token ratios, each clipped in log space on the side that helps.
+
+    ``L_i = -mean_t(A) exp(mean_t d') exp(mean_t log w)``, the same at every token of the sequence; ``d' = min(d, clamp(d))`` for
+    ``A > 0``, ``max`` for ``A < 0``, 0 for ``A = 0``. Use it with seq-mean-token-mean weights.
+    """
+    d = x.d
+    limited = d.clamp(-clip_low, clip_high)
+    side = torch.where(x.adv > 0, torch.minimum(d, limited), torch.maximum(d, limited))
+    log_ratio = x.row_mean(torch.where(x.adv == 0, torch.zeros_like(d), side))
+    loss = -x.row_mean(x.adv) * torch.exp(log_ratio.clamp(-_D_LIMIT, _D_LIMIT))
+    if is_weights is not None:
+        loss = loss * torch.exp(x.row_mean(is_weights.log()))
+    outside = limited != d
+    return loss, {"pg_clipfrac": outside & (x.adv > 0), "pg_clipfrac_lower": outside & (x.adv < 0)}
+
+
+def _trust_region(x: Tokens, keep: Tensor, ratio_cap: float) -> LossAndFlags:
+    """``L = -A sg(min(r, cap)) log pi`` at the tokens kept, 0 at the others."""
+    ratio = x.ratio.detach()
+    loss = torch.where(keep, -x.adv * ratio.clamp(max=ratio_cap) * x.logp, torch.zeros_like(x.logp))
+    return loss, {"pg_clipfrac": ~keep, "pg_clipfrac_lower": keep & (ratio > ratio_cap)}
+
+
+@POLICY_LOSSES.register("dppo_tv")
+def dppo_tv(x: Tokens, *, div_low: float = 0.2, div_high: float = 0.2, ratio_cap: float = 20.0) -> LossAndFlags:
+    """Divergence PPO (2026), total variation: a token counts while its probability has moved by at most ``div_*`` in the
+    direction of its advantage."""
+    moved = x.logp.detach().exp() - x.old.exp()
+    return _trust_region(x, torch.where(x.adv > 0, moved <= div_high, moved >= -div_low), ratio_cap)
+
+
+@POLICY_LOSSES.register("dppo_kl")
+def dppo_kl(x: Tokens, *, div_low: float = 0.05, div_high: float = 0.05, ratio_cap: float = 20.0, eps: float = 1e-8) -> LossAndFlags:
+    """Divergence PPO (2026), binary KL between "this token" and "any other" under the old and the new policy.
+
+    ``D = p_old (old - new) + (1 - p_old) log((1 - p_old + eps) / (1 - p + eps))``; movement back is always allowed.
+    """
+    logp = x.logp.detach()
+    p, p_old = logp.exp(), x.old.exp()
+    divergence = p_old * (x.old - logp) + (1.0 - p_old) * torch.log((1.0 - p_old + eps) / (1.0 - p + eps))
+    up = (divergence <= div_high) | (p <= p_old)
+    down = (divergence <= div_low) | (p >= p_old)
+    return _trust_region(x, torch.where(x.adv > 0, up, down), ratio_cap)
+
+
+@POLICY_LOSSES.register("dro")
+def dro(x: Tokens, *, beta: float = 0.1) -> LossAndFlags:
+    """Direct reward optimisation (Richemond et al. 2024): ``L = -(A log pi - beta/2 d^2)``, a quadratic trust region."""
+    return -(x.logp * x.adv - 0.5 * beta * x.d.square()), {}
+
+
+def _covariance(x: Tokens, mean_adv: float, mean_logp: float) -> Tensor:
+    """``(A - mean A)(log pi - mean log pi)``, without gradient (Cui et al. 2025)."""
+    return (x.adv - mean_adv) * (x.logp.detach() - mean_logp)
+
+
+def _means(x: Tokens) -> dict[str, float]:
+    n = max(int(x.valid.sum()), 1)
+    return {"mean_adv": float(x.adv.sum()) / n, "mean_logp": float(x.logp.detach().sum()) / n}
+
+
+@PREPARE.register("kl_cov")
+def _prepare_kl_cov(x: Tokens, *, kl_cov_ratio: float = 2e-4) -> dict[str, float]:
+    """Means and the covariance from which on a token is chosen: the ``max(1, floor(N ratio))`` largest are."""
+    means = _means(x)
+    cov = _covariance(x, **means)[x.valid]
+    chosen = max(1, int(cov.numel() * kl_cov_ratio))
+    return {**means, "threshold": float(cov.topk(chosen).values[-1]) if cov.numel() else math.inf}
+
+
+@POLICY_LOSSES.register("kl_cov")
+def kl_cov(x: Tokens, *, kl_coef: float = 1.0, kl_cov_ratio: float = 2e-4, mean_adv: float | None = None,
+           mean_logp: float | None = None, threshold: float | None = None) -> LossAndFlags:
+    """KL-Cov (Cui et al. 2025): no clipping; ``L = -A r``, and ``+ kl_coef |d|`` at the tokens of largest covariance.
+
+    ``mean_adv``, ``mean_logp``, ``threshold``: from `prepare`; without them the tokens given are the whole mini-batch.
+    """
+    if mean_adv is None or mean_logp is None or threshold is None:
+        given = _prepare_kl_cov(x, kl_cov_ratio=kl_cov_ratio)
+        mean_adv, mean_logp, threshold = given["mean_adv"], given["mean_logp"], given["threshold"]
+    chosen = (_covariance(x, mean_adv, mean_logp) >= threshold) & x.valid
+    distance = x.d.abs()
+    loss = -x.adv * x.ratio
+    return torch.where(chosen, loss + kl_coef * distance, loss), {"mean_abs_log_ratio": distance.detach(), "pg_clipfrac": chosen}
+
+
+def _lottery(x: Tokens, seed: int) -> Tensor:
+    """A number in [0, 1) a token that depends on its old log-prob, its position and the seed: the same in any micro-batch."""
+    position = torch.arange(x.old.numel(), device=x.old.device) - spread(x.cu[:-1], x.cu)
+    h = x.old.double().view(torch.int64) ^ ((position + 1) * -7046029254386353131) ^ (seed * 0x2545F4914F6CDD1D & 0x7FFFFFFFFFFFFFFF)
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        h = (h ^ ((h >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return ((h >> 11) & ((1 << 53) - 1)).double() / (1 << 53)
+
+
+def _eligible(x: Tokens, means: dict[str, float], clip_low: float, clip_high: float, cov_lb: float, cov_ub: float) -> Tensor:
+    cov, ratio = _covariance(x, **means), x.ratio.detach()
+    clipped = -x.adv * _clip(ratio, clip_low, clip_high) > -x.adv * ratio
+    return (cov > cov_lb) & (cov < cov_ub) & ~clipped & x.valid
+
+
+@PREPARE.register("clip_cov")
+def _prepare_clip_cov(x: Tokens, *, clip_low: float, clip_high: float, clip_cov_ratio: float = 2e-4, cov_lb: float = 1.0,
+                      cov_ub: float = 5.0, seed: int = 0) -> dict[str, float]:
+    """Means and the lottery number up to which an eligible token is drawn: at most ``max(1, floor(N ratio))`` are."""
+    means = _means(x)
+    numbers = _lottery(x, seed)[_eligible(x, means, clip_low, clip_high, cov_lb, cov_ub)]
+    drawn = min(max(1, int(int(x.valid.sum()) * clip_cov_ratio)), numbers.numel())
+    return {**means, "threshold": float(numbers.kthvalue(drawn).values) if drawn else -1.0}
+
+
+@POLICY_LOSSES.register("clip_cov")
+def clip_cov(x: Tokens, *, clip_low: float, clip_high: float, clip_cov_ratio: float = 2e-4, cov_lb: float = 1.0, cov_ub: float = 5.0,
+             seed: int = 0, mean_adv: float | None = None, mean_logp: float | None = None,
+             threshold: float | None = None) -> LossAndFlags:
+    """Clip-Cov (Cui et al. 2025): PPO in which a share of the tokens with large covariance, drawn at random, gets no gradient.
+
+    The draw depends on the token and ``seed`` only, so it is the same in any split. ``mean_adv``, ``mean_logp``, ``threshold``:
+    from `prepare`; without them the tokens given are the whole mini-batch.
+    """
+    if mean_adv is None or mean_logp is None or threshold is None:
+        given = _prepare_clip_cov(x, clip_low=clip_low, clip_high=clip_high, clip_cov_ratio=clip_cov_ratio, cov_lb=cov_lb,
+                                  cov_ub=cov_ub, seed=seed)
+        mean_adv, mean_logp, threshold = given["mean_adv"], given["mean_logp"], given["threshold"]
+    means = {"mean_adv": mean_adv, "mean_logp": mean_logp}
+    drawn = _eligible(x, means, clip_low, clip_high, cov_lb, cov_ub) & (_lottery(x, seed) <= threshold)
+    loss, _ = ppo(x, clip_low=clip_low, clip_high=clip_high, clip_c=None)
+    return torch.where(drawn, torch.zeros_like(loss), loss), {"pg_clipfrac": drawn}

@@ -68,6 +68,15 @@ def reverse_scan(x: Tensor, decay: float, cu_seqlens: Tensor) -> Tensor:
     return _scan(coefficient.flip(0), x.flip(0)).flip(0)
 
 
+def cumulative(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Running sum within each sequence, this token included. ``[T]`` -> ``[T]``."""
+    if x.numel() == 0:
+        return x.clone()
+    coefficient = torch.ones_like(x)
+    coefficient[cu_seqlens[:-1][cu_seqlens.diff() > 0]] = 0.0
+    return _scan(coefficient, x)
+
+
 def _scan(c: Tensor, x: Tensor) -> Tensor:
     """``y_t = x_t + c_t y_{t-1}``, ``y_{-1} = 0``. ``[n]`` -> ``[n]``."""
     n = x.numel()

@@ -1,0 +1,100 @@
+"""Entropy of the policy: from logits in chunks, as a bonus in the loss, with a scheduled coefficient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def _rows(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+    p = logp.exp()
+    safe = torch.where(p > 0, logp, logp.new_zeros(()))  # p log p -> 0 where a logit is -inf
+    return logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(p * safe).sum(-1)
+
+
+def logprob_entropy_from_logits(logits: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+    """Log-prob of the labels and entropy of ``softmax(logits / temperature)``, at least in float32.
+
+    ``logits``: ``[T, V]``, ``labels``: ``[T]`` -> ``[T]``, ``[T]``. Temporary memory is that of ``chunk`` tokens, in backward
+    too (each chunk is computed again). A logit of ``-inf`` counts 0. For training from hidden states use
+    `rlscale.model.head`, which never holds the logits.
+
+    Raises:
+        ValueError: shapes that disagree, ``temperature <= 0``.
+    """
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} must be [T, V] and [T]")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    parts = [checkpoint(_rows, z, y, temperature, use_reentrant=False) if torch.is_grad_enabled() and z.requires_grad
+             else _rows(z, y, temperature)
+             for z, y in zip(logits.split(chunk), labels.split(chunk), strict=True)]
+    return torch.cat([p for p, _ in parts]), torch.cat([e for _, e in parts])
+
+
+def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weighted sum of the token entropies (subtract it from the loss, times the coefficient) and the metric sums.
+
+    All ``[t]``; NaN at masked positions changes nothing.
+    """
+    valid = mask > 0
+    clean = torch.where(valid, entropy, entropy.new_zeros(()))
+    weight = torch.where(valid, weights, weights.new_zeros(()))
+    return (clean * weight).sum(), {"entropy": clean.detach().sum(), "tokens": valid.sum()}
+
+
+@dataclass(frozen=True)
+class EntropySchedule:
+    """Coefficient of the entropy bonus by step.
+
+    ``kind``: ``constant``; ``linear`` or ``cosine`` from ``coeff`` to ``final`` over ``decay_steps``; ``piecewise``: linear
+    between the ``points`` ``(step, coefficient)``, constant outside. For ``warmup_steps`` steps the coefficient first rises
+    linearly from 0 (warm start); the decay begins after them. Steps count from 0.
+    """
+
+    kind: str = "constant"
+    coeff: float = 0.0
+    final: float = 0.0
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    points: Sequence[tuple[int, float]] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "linear", "cosine", "piecewise"):
+            raise ValueError(f"unknown entropy schedule {self.kind!r}; known: constant, cosine, linear, piecewise")
+        if self.kind in ("linear", "cosine") and self.decay_steps < 1:
+            raise ValueError(f"entropy schedule {self.kind} needs decay_steps >= 1, got {self.decay_steps}")
+        steps = [s for s, _ in self.points]
+        if self.kind == "piecewise" and (not steps or steps != sorted(set(steps))):
+            raise ValueError(f"entropy schedule piecewise needs points with rising steps, got {list(self.points)}")
+
+    def __call__(self, step: int) -> float:
+        """The coefficient in the given step."""
+        warm = 1.0 if step >= self.warmup_steps else (step + 1) / (self.warmup_steps + 1)
+        if self.kind == "constant":
+            return warm * self.coeff
+        if self.kind == "piecewise":
+            return warm * self._piecewise(step)
+        done = min(max((step - self.warmup_steps) / self.decay_steps, 0.0), 1.0)
+        share = 1.0 - done if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return warm * (self.final + (self.coeff - self.final) * share)
+
+    def _piecewise(self, step: int) -> float:
+        if step <= self.points[0][0]:
+            return self.points[0][1]
+        for (s0, c0), (s1, c1) in zip(self.points, self.points[1:], strict=False):
+            if step <= s1:
+                return c0 + (c1 - c0) * (step - s0) / (s1 - s0)
+        return self.points[-1][1]
+
+    @property
+    def used(self) -> bool:
+        """Whether the coefficient is ever non-zero: otherwise the entropy need not be computed for the loss."""
+        return any(c != 0.0 for _, c in self.points) if self.kind == "piecewise" else (
+            self.coeff != 0.0 or (self.kind != "constant" and self.final != 0.0))
