@@ -1,7 +1,7 @@
-"""What every test session shares: stacks of a test that hangs, the pool of worlds, and a check that nothing is left behind.
+"""What every test session shares: stacks of a test that hangs, the pool of worlds, a check that nothing is left.
 
-A session marks itself in the environment. Processes inherit the mark, so that a process which outlives the session is found
-wherever it was started; files in /dev/shm are compared with those before the first test.
+A session marks itself in the environment. Processes inherit the mark, so that a process which outlives the session is
+found wherever it was started; files in /dev/shm are compared with those before the first test.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -23,12 +20,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
-from tests import tiny, worlds
+from tests import leftovers, tiny, worlds
 
 STACKS_AFTER = 240.0  # seconds after which a test's stacks are printed (it goes on; pytest-timeout ends it)
 LEFTOVERS_WITHIN = 5.0  # seconds that processes and shared memory have to go away at the end
 MARK = "RLSCALE_TEST_SESSION"
-SHM = Path("/dev/shm")
 
 _mark = pytest.StashKey[str]()
 _shm_before = pytest.StashKey[set[str]]()
@@ -49,7 +45,7 @@ def world() -> Callable[..., list[object]]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_mark] = os.environ[MARK] = uuid.uuid4().hex
-    config.stash[_shm_before] = set(os.listdir(SHM)) if SHM.is_dir() else set()
+    config.stash[_shm_before] = leftovers.shm_files()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,12 +62,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     worlds.close()
     config = session.config
-    deadline = time.monotonic() + LEFTOVERS_WITHIN
-    left = _left(config)
-    while left and time.monotonic() < deadline:  # what another program makes and removes meanwhile is not ours
-        time.sleep(0.5)
-        left &= _left(config)
-    config.stash[_leftovers] = sorted(left)
+    mark = f"{MARK}={config.stash[_mark]}"
+    left = leftovers.still_left(lambda: leftovers.left(mark, config.stash[_shm_before]), LEFTOVERS_WITHIN)
+    config.stash[_leftovers] = left
     if left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -82,21 +75,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("left behind by this session", red=True, bold=True)
         for line in left:
             terminalreporter.line(line)
-
-
-def _left(config: pytest.Config) -> set[str]:
-    """Processes with this session's mark, and new files in /dev/shm that no other program has in use."""
-    mark = f"{MARK}={config.stash[_mark]}".encode()
-    new = set(os.listdir(SHM)) - config.stash[_shm_before] if SHM.is_dir() else set()
-    left, foreign = set(), set()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            if mark in (folder / "environ").read_bytes():
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if command:  # a zombie has none
-                    left.add(f"process {folder.name}: {command[:200]}")
-            else:
-                foreign |= set(re.findall(r"/dev/shm/(\S+)", (folder / "maps").read_text()))
-    return left | {f"file /dev/shm/{name}" for name in new - foreign}

@@ -1,9 +1,10 @@
 """Tiny Hugging Face folders for tests: random weights of a real architecture, a real tokenizer, a chat template.
 
-A model of 0.1 to 1 M parameters shows every error of a layout that a large one shows, in milliseconds, if its outputs are not
-nearly uniform: Hugging Face's initialisation (std 0.02) makes logits so flat that a wrong head or a swapped shard moves
-nothing above rounding. The weights here are scaled to their fan-in, norms and biases are random, and the row of the
-end-of-sequence token is set so that its probability is about 0.1, so that sampled responses end at different lengths.
+A model of 0.1 to 1 M parameters shows every error of a layout that a large one shows, in milliseconds, if its outputs
+are not nearly uniform: Hugging Face's initialisation (std 0.02) makes logits so flat that a wrong head or a swapped
+shard moves nothing above rounding. The weights here are scaled to their fan-in, norms and biases are random, and the
+row of the end-of-sequence token is set so that its probability is about 0.1, so that sampled responses end at
+different lengths.
 """
 
 from __future__ import annotations
@@ -19,19 +20,31 @@ from typing import Any
 
 PAD, EOS, START, END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
-# In the byte-level alphabet, where a space is written \u0120.
-WORDS = ("user", "assistant", "system", "What", "\u0120is", "\u0120the", "\u0120answer", "\u0120sum", "\u0120of", "\u0120and", "\u0120number",
-         "\u0120+", "\u0120=", "\u0120please")
+# where a word begins with a space, which is \u0120 in the byte-level alphabet
+WORDS = "user assistant system What _is _the _answer _sum _of _and _number _+ _= _please".replace("_", "\u0120").split()
 CACHE_LIMIT = 200  # folders kept over sessions; each is 1 to 4 MB
 
 
-def tiny_model(arch: str = "qwen2", *, tied: bool = True, heads: int = 4, kv_heads: int = 2, layers: int = 2,
-               hidden: int | None = None, ffn: int | None = None, vocab: int = 384, head_dim: int = 32,
-               dtype: str = "float32", seed: int = 0, **config: Any) -> str:
+def tiny_model(
+    arch: str = "qwen2",
+    *,
+    tied: bool = True,
+    heads: int = 4,
+    kv_heads: int = 2,
+    layers: int = 2,
+    hidden: int | None = None,
+    ffn: int | None = None,
+    vocab: int = 384,
+    head_dim: int = 32,
+    dtype: str = "float32",
+    seed: int = 0,
+    **config: Any,
+) -> str:
     """The folder of a tiny model with the given shape, made on the first call and cached for later ones.
 
     Args:
@@ -44,8 +57,9 @@ def tiny_model(arch: str = "qwen2", *, tied: bool = True, heads: int = 4, kv_hea
     Several processes may ask for the same folder at one time: each builds its own and the first rename wins.
     """
     hidden = hidden or heads * head_dim
-    shape = dict(arch=arch, tied=tied, heads=heads, kv_heads=kv_heads, layers=layers, hidden=hidden, ffn=ffn or 2 * hidden,
-                 vocab=vocab, head_dim=head_dim, dtype=dtype, seed=seed, config=config)
+    shape = {"arch": arch, "tied": tied, "heads": heads, "kv_heads": kv_heads, "layers": layers, "vocab": vocab}
+    shape |= {"hidden": hidden, "ffn": ffn or 2 * hidden, "head_dim": head_dim, "dtype": dtype, "seed": seed}
+    shape |= {"config": config}
     code = Path(__file__).read_bytes() + json.dumps(shape, sort_keys=True).encode()
     root = Path(tempfile.gettempdir()) / f"rlscale-tests-{os.getuid()}" / "models"
     folder = root / f"{arch}-{hashlib.sha256(code).hexdigest()[:16]}"
@@ -67,28 +81,55 @@ def tiny_model(arch: str = "qwen2", *, tied: bool = True, heads: int = 4, kv_hea
 
 def _forget_old(root: Path) -> None:
     """Keep the cache bounded: folders of older versions of this file are never asked for again."""
-    folders = sorted((p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")), key=lambda p: p.stat().st_mtime)
+    folders = sorted(
+        (p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")), key=lambda p: p.stat().st_mtime
+    )
     for folder in folders[:-CACHE_LIMIT]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _build(folder: Path, *, arch: str, tied: bool, heads: int, kv_heads: int, layers: int, hidden: int, ffn: int, vocab: int,
-           head_dim: int, dtype: str, seed: int, config: dict[str, Any]) -> None:
+def _build(
+    folder: Path,
+    *,
+    arch: str,
+    tied: bool,
+    heads: int,
+    kv_heads: int,
+    layers: int,
+    hidden: int,
+    ffn: int,
+    vocab: int,
+    head_dim: int,
+    dtype: str,
+    seed: int,
+    config: dict[str, Any],
+) -> None:
     import torch
     import transformers
 
     tokenizer = tiny_tokenizer(min(vocab, 384))
     name = ARCHITECTURES[arch]
     hf_config = getattr(transformers, f"{name}Config")(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, tie_word_embeddings=tied, max_position_embeddings=1024,
-        bos_token_id=tokenizer.convert_tokens_to_ids(START), eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, **config)
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        max_position_embeddings=1024,
+        bos_token_id=tokenizer.convert_tokens_to_ids(START),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **config,
+    )
     model = getattr(transformers, f"{name}ForCausalLM")(hf_config).to(torch.float32)
     _sharpen(model, torch.Generator().manual_seed(seed), tokenizer.eos_token_id)
     model.to(getattr(torch, dtype))
     model.generation_config = transformers.GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -120,7 +161,8 @@ def _sharpen(model: Any, generator: Any, eos: int) -> None:
 def tiny_tokenizer(vocab: int = 384) -> Any:
     """A byte-level BPE tokenizer with at most ``vocab`` tokens and a ChatML template; pad and end-of-text are separate.
 
-    The merges build up the words of a list from the left: the training of the `tokenizers` library breaks ties at random.
+    The merges build up the words of a list from the left: the training of the `tokenizers` library breaks ties at
+    random.
     """
     import tokenizers
     import transformers
@@ -131,13 +173,18 @@ def tiny_tokenizer(vocab: int = 384) -> Any:
     merges: list[tuple[str, str]] = []
     for word in WORDS:
         for i in range(1, len(word)):
-            if word[:i + 1] not in tokens and len(tokens) < vocab:
-                tokens.append(word[:i + 1])
+            if word[: i + 1] not in tokens and len(tokens) < vocab:
+                tokens.append(word[: i + 1])
                 merges.append((word[:i], word[i]))
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, pad_token=PAD, additional_special_tokens=[EOS, START], model_max_length=1024)
+        tokenizer_object=bpe,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[EOS, START],
+        model_max_length=1024,
+    )
     tokenizer.chat_template = TEMPLATE
     return tokenizer

@@ -8,11 +8,12 @@
     def test_check():
         results = worlds.run(4, check, (2, 2))      # one result per rank, in the order of ranks
 
-Each world size has its own processes, because the size of a torch.distributed world is fixed once it is started. They are
-started by the first test that asks for the size and live until the session ends. The default process group is made
-as a run makes it (`rlscale.cluster.device.init_distributed`, CPU, gloo); meshes and Megatron's parallel state belong to the test.
-Between two tasks the seeds, the default dtype and the gradient mode are reset. Where all ranks raise the same type of exception
-and the world still answers a collective, it is kept; otherwise a failed world is killed, and the next test starts another.
+Each world size has its own processes, because the size of a torch.distributed world is fixed once it is started. They
+are started by the first test that asks for the size and live until the session ends. The default process group is
+made as a run makes it (`rlscale.cluster.device.init_distributed`, CPU, gloo); meshes and Megatron's parallel state
+belong to the test. Between two tasks the seeds, the default dtype and the gradient mode are reset. Where all ranks
+raise the same type of exception and the world still answers a collective, it is kept; otherwise a failed world is
+killed, and the next test starts another.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class RankTraceback(Exception):
     """The cause of a re-raised exception: which rank it came from, and its traceback there."""
 
 
-def run(world_size: int, function: str | Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+def run(
+    world_size: int, function: str | Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
+) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on every rank of a world and return the results in the order of ranks.
 
     Args:
@@ -120,9 +123,18 @@ class _World:
         for rank in range(size):
             ours, theirs = Pipe()
             with theirs, open(self._log(rank), "wb") as log:
-                self.processes.append(subprocess.Popen(
-                    [sys.executable, "-P", __file__, str(theirs.fileno()), str(os.getpid())], env=self._env(rank, port), cwd=ROOT,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()], start_new_session=True))
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-P", __file__, str(theirs.fileno()), str(os.getpid())],
+                        env=self._env(rank, port),
+                        cwd=ROOT,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        pass_fds=[theirs.fileno()],
+                        start_new_session=True,
+                    )
+                )
             self.pipes.append(ours)
         try:
             self._collect(START_TIMEOUT)
@@ -131,9 +143,19 @@ class _World:
             raise WorldError(f"world of {size} did not start: {e}\n{e.__cause__ or ''}") from None
 
     def _env(self, rank: int, port: int) -> dict[str, str]:
-        ours = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=self.size, LOCAL_WORLD_SIZE=self.size, MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=port, DS_ACCELERATOR="cpu", OMP_NUM_THREADS=1, GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="",
-                    HF_HUB_OFFLINE=1)
+        ours = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": self.size,
+            "LOCAL_WORLD_SIZE": self.size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": 1,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": 1,
+        }
         paths = [str(ROOT), *(p for p in sys.path if p.startswith(str(ROOT) + os.sep) and "site-packages" not in p)]
         return os.environ | {k: str(v) for k, v in ours.items()} | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
@@ -149,7 +171,9 @@ class _World:
             try:
                 pipe.send((reference, arguments))
             except OSError:
-                self._fail(f"rank {rank} died before {reference[2]} was called (exit status {self.processes[rank].poll()})")
+                self._fail(
+                    f"rank {rank} died before {reference[2]} was called (exit status {self.processes[rank].poll()})"
+                )
         return self._collect(timeout)
 
     def _collect(self, timeout: float) -> list[Any]:

@@ -2,11 +2,12 @@
 
     python tools/bench_step.py [--rounds 3] [--steps 6] [--drop 2] [--only ours|trl] [key=value ...]
 
-Both systems run alternately as whole programs: ours as a user starts it (`deepspeed launchers/train.py`), TRL as its best
-setting on a CPU (`tools/trl_peer.py`). A step is 8 prompts x 8 responses of at most 32 tokens. It is timed from outside,
-between the lines that each program writes after a step, and CPU time and memory are those of all processes of the program, so
-that nothing that a step costs can be left out. Each program's first steps are dropped (compilation, allocation). Validation,
-plots and checkpoints are off, and so is the reference model, as in TRL's default. Further ``key=value`` go to our program.
+Both systems run alternately as whole programs: ours as a user starts it (`deepspeed launchers/train.py`), TRL as its
+best setting on a CPU (`tools/trl_peer.py`). A step is 8 prompts x 8 responses of at most 32 tokens. It is timed from
+outside, between the lines that each program writes after a step, and CPU time and memory are those of all processes
+of the program, so that nothing that a step costs can be left out. Each program's first steps are dropped
+(compilation, allocation). Validation, plots and checkpoints are off, and so is the reference model, as in TRL's
+default. Further ``key=value`` go to our program.
 
 Tokens are those of the responses, and of prompts and responses, counting each response's prompt (both systems alike).
 """
@@ -30,9 +31,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TICKS = os.sysconf("SC_CLK_TCK")
-# glibc keeps freed memory in the process; without this TRL's step is a fifth slower (our program sets the same by itself).
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2147483648", "MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_TOP_PAD_": "67108864",
-          "MALLOC_ARENA_MAX": "1"}
+# glibc keeps freed memory in the process; without this TRL's step is a fifth slower (our program sets the same by
+# itself).
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "2147483648",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "67108864",
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 @dataclasses.dataclass
@@ -100,11 +106,15 @@ class Monitor(threading.Thread):
         return total
 
 
-def follow(command: list[str], env: dict[str, str], lines: Path, log: Path, limit: float) -> tuple[list[tuple[Any, ...]], float]:
-    """Run a program; for each line that it adds to ``lines``: (time, CPU seconds so far, the JSON object). And the peak in GiB."""
+def follow(
+    command: list[str], env: dict[str, str], lines: Path, log: Path, limit: float
+) -> tuple[list[tuple[Any, ...]], float]:
+    """Run a program. (time, CPU seconds so far, object) of each line that it adds to ``lines``; and the peak in GiB."""
     seen: list[tuple[Any, ...]] = []
     with open(log, "wb") as output:
-        program = subprocess.Popen(command, env=os.environ | env, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        program = subprocess.Popen(
+            command, env=os.environ | env, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+        )
     monitor = Monitor(program.pid)
     monitor.start()
     deadline = time.monotonic() + limit
@@ -139,36 +149,78 @@ def follow(command: list[str], env: dict[str, str], lines: Path, log: Path, limi
 def run_ours(args: argparse.Namespace, folder: Path) -> Result:
     run_dir = folder / "run"
     settings = dict(zip(("trainer.run_dir", "trainer.total_training_steps"), (run_dir, args.steps), strict=True)) | {
-        "trainer.val_before_train": "false", "trainer.test_freq": -1, "trainer.save_freq": -1, "trainer.plots": "false",
-        "trainer.seed": args.seed, "actor.use_kl_loss": "false", "model.path": args.model,
-    }  # fmt: skip
-    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port()),
-               "launchers/train.py", "--yaml", args.yaml, *(f"{k}={v}" for k, v in settings.items()), *args.overrides]
+        "trainer.val_before_train": "false",
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.plots": "false",
+        "trainer.seed": args.seed,
+        "actor.use_kl_loss": "false",
+        "model.path": args.model,
+    }
+    command = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(free_port()),
+        "launchers/train.py",
+        "--yaml",
+        args.yaml,
+        *(f"{k}={v}" for k, v in settings.items()),
+        *args.overrides,
+    ]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    lines, peak = follow(command, {"DS_ACCELERATOR": "cpu", "PATH": path}, run_dir / "metrics.jsonl", folder / "log", args.limit)
+    lines, peak = follow(
+        command, {"DS_ACCELERATOR": "cpu", "PATH": path}, run_dir / "metrics.jsonl", folder / "log", args.limit
+    )
     lines = [line for line in lines if "timing_s/step" in line[2]]
 
     def step(before: tuple[Any, ...], after: tuple[Any, ...]) -> Step:
         m = after[2]
         return Step(
-            after[0] - before[0], after[1] - before[1], m["response_length/mean"] * m["batch/num_samples"],
-            m["prompt_length/mean"] * m["batch/num_samples"], m["critic/score/mean"],
-            {k.removeprefix("timing_s/"): v for k, v in m.items() if k.startswith("timing_s/")})  # fmt: skip
+            after[0] - before[0],
+            after[1] - before[1],
+            m["response_length/mean"] * m["batch/num_samples"],
+            m["prompt_length/mean"] * m["batch/num_samples"],
+            m["critic/score/mean"],
+            {k.removeprefix("timing_s/"): v for k, v in m.items() if k.startswith("timing_s/")},
+        )
 
     return Result([step(*pair) for pair in zip(lines, lines[1:], strict=False)], peak)
 
 
 def run_trl(args: argparse.Namespace, folder: Path) -> Result:
     out = folder / "steps.jsonl"
-    command = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-               "--master-port", str(free_port()), "tools/trl_peer.py", "--model", args.model, "--steps", str(args.steps),
-               "--seed", str(args.seed), "--out", str(out)]  # fmt: skip
+    command = [
+        str(Path(sys.executable).parent / "torchrun"),
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "tools/trl_peer.py",
+        "--model",
+        args.model,
+        "--steps",
+        str(args.steps),
+        "--seed",
+        str(args.seed),
+        "--out",
+        str(out),
+    ]
     lines, peak = follow(command, MALLOC | {"OMP_NUM_THREADS": "1"}, out, folder / "log", args.limit)
 
     def step(before: tuple[Any, ...], after: tuple[Any, ...]) -> Step:
         m = after[2]
-        return Step(after[0] - before[0], after[1] - before[1], m["completion_tokens"], m["prompt_tokens"], m["reward"],
-                    m["phases"])  # fmt: skip
+        return Step(
+            after[0] - before[0],
+            after[1] - before[1],
+            m["completion_tokens"],
+            m["prompt_tokens"],
+            m["reward"],
+            m["phases"],
+        )
 
     return Result([step(*pair) for pair in zip(lines, lines[1:], strict=False)], peak)
 
@@ -182,35 +234,49 @@ def free_port() -> int:
 
 
 def report(name: str, results: list[Result], drop: int) -> dict[str, Any]:
-    """Figures of one system: totals over the kept steps of all rounds (a rate is a ratio of totals, not a mean of rates)."""
-    # the first line of a program ends its first step, which has no beginning to be timed from: one step is always dropped
+    """Figures of one system over the kept steps of all rounds (a rate is a ratio of totals, not a mean of rates)."""
+    # the first line of a program ends its first step, which has no beginning to be timed from: one step is always
+    # dropped
     steps = [s for r in results for s in r.steps[max(0, drop - 1) :]]
     if not steps:
         raise SystemExit(f"{name}: no step left after dropping {drop}; ask for more --steps")
     seconds = sum(s.seconds for s in steps)
     completion, prompt = sum(s.completion_tokens for s in steps), sum(s.prompt_tokens for s in steps)
-    phases = {k: statistics.mean(s.phases.get(k, 0.0) for s in steps) for k in dict.fromkeys(k for s in steps for k in s.phases)}
+    phases = {
+        k: statistics.mean(s.phases.get(k, 0.0) for s in steps)
+        for k in dict.fromkeys(k for s in steps for k in s.phases)
+    }
     return {
-        "system": name, "rounds": len(results), "steps": len(steps),
-        "tokens_per_s": round(completion / seconds, 1), "tokens_with_prompts_per_s": round((completion + prompt) / seconds, 1),
+        "system": name,
+        "rounds": len(results),
+        "steps": len(steps),
+        "tokens_per_s": round(completion / seconds, 1),
+        "tokens_with_prompts_per_s": round((completion + prompt) / seconds, 1),
         "seconds_per_step": round(seconds / len(steps), 3),
-        "seconds_per_step_by_round": [round(statistics.mean(s.seconds for s in r.steps[max(0, drop - 1) :]), 3) for r in results],
+        "seconds_per_step_by_round": [
+            round(statistics.mean(s.seconds for s in r.steps[max(0, drop - 1) :]), 3) for r in results
+        ],
         "cpu_seconds_per_step": round(sum(s.cpu_seconds for s in steps) / len(steps), 2),
-        "completion_tokens_per_step": round(completion / len(steps), 1), "prompt_tokens_per_step": round(prompt / len(steps), 1),
+        "completion_tokens_per_step": round(completion / len(steps), 1),
+        "prompt_tokens_per_step": round(prompt / len(steps), 1),
         "reward": round(statistics.mean(s.reward for s in steps), 3),
         "peak_memory_gib": round(max(r.peak_gib for r in results), 2),
         "seconds_by_phase": {k: round(v, 3) for k, v in phases.items()},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program (default 3)")
     parser.add_argument("--steps", type=int, default=6, help="steps of a run (default 6)")
-    parser.add_argument("--drop", type=int, default=2, help="first steps of a run that are not counted (default 2, at least 1)")
+    parser.add_argument(
+        "--drop", type=int, default=2, help="first steps of a run that are not counted (default 2, at least 1)"
+    )
     parser.add_argument("--only", choices=("ours", "trl"), help="run one system alone")
     parser.add_argument("--yaml", default="yamls/quickstart_cpu.yaml", help="our configuration")
-    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="Hugging Face folder (tools/prepare_model.py)")
+    parser.add_argument(
+        "--model", default="models/SmolLM2-135M-Instruct", help="Hugging Face folder (tools/prepare_model.py)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one run of a program")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")

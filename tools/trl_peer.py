@@ -3,10 +3,10 @@
     MALLOC_MMAP_THRESHOLD_=2147483648 MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_TOP_PAD_=67108864 MALLOC_ARENA_MAX=1 \\
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/trl_peer.py --steps 6
 
-The trainer is the stock one. Measured to be best among stock settings: two processes of one thread (one process of two
-threads is slower), eager attention (scaled dot product attention is slower at this length), 16 sequences a micro-batch, weights in
-bfloat16 without autocast, generation by `transformers` with its key-value cache, no gradient checkpointing, no reference model.
-One JSON object a step goes to standard output, and to ``--out``.
+The trainer is the stock one. Measured to be best among stock settings: two processes of one thread (one process of
+two threads is slower), eager attention (scaled dot product attention is slower at this length), 16 sequences a micro-
+batch, weights in bfloat16 without autocast, generation by `transformers` with its key-value cache, no gradient
+checkpointing, no reference model. One JSON object a step goes to standard output, and to ``--out``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,20 @@ def prompts(tokenizer: Any, steps: int, seed: int) -> list[dict[str, Any]]:
     from rlscale.config.schema import DataConfig, SourceConfig
     from rlscale.data import PromptData
 
-    data = PromptData([SourceConfig(task="addition", size=4096, seed=1)], DataConfig(max_prompt_length=64), tokenizer,
-                      batch_size=PROMPTS, seed=seed, shuffle=True)  # fmt: skip
+    data = PromptData(
+        [SourceConfig(task="addition", size=4096, seed=1)],
+        DataConfig(max_prompt_length=64),
+        tokenizer,
+        batch_size=PROMPTS,
+        seed=seed,
+        shuffle=True,
+    )
     batches = [data.next_batch() for _ in range(steps)]
-    return [{"prompt": p.messages, "truth": str(p.ground_truth), "question": p.messages[-1]["content"]}
-            for batch in batches for p in batch]  # fmt: skip
+    return [
+        {"prompt": p.messages, "truth": str(p.ground_truth), "question": p.messages[-1]["content"]}
+        for batch in batches
+        for p in batch
+    ]
 
 
 def main() -> None:
@@ -59,13 +68,22 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     counts = dict.fromkeys(("completion_tokens", "prompt_tokens", "reward", "generation"), 0.0)
 
-    def reward(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], truth: list[str], question: list[str],
-               **_: Any) -> list[float]:
+    def reward(
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        truth: list[str],
+        question: list[str],
+        **_: Any,
+    ) -> list[float]:
         texts = [c[0]["content"] for c in completions]
-        scores = [last_number("addition", *row[:2], {"question": row[2]}) for row in zip(texts, truth, question, strict=True)]
+        scores = [
+            last_number("addition", *row[:2], {"question": row[2]}) for row in zip(texts, truth, question, strict=True)
+        ]
         counts["completion_tokens"] += sum(len(ids) for ids in completion_ids)
         counts["prompt_tokens"] += sum(
-            len(tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False)) for p in prompts)
+            len(tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False)) for p in prompts
+        )
         counts["reward"] += sum(scores) / (PROMPTS * SAMPLES)
         return scores
 
@@ -94,8 +112,12 @@ def main() -> None:
                 total = {k: sum(m[k] for m in everyone) for k in mine}
                 generation = max(m["generation"] for m in everyone)
                 del total["generation"]
-                line = {"step": state.global_step, "seconds": seconds, **total,
-                        "phases": {"generation": generation, "training": seconds - generation}}  # fmt: skip
+                line = {
+                    "step": state.global_step,
+                    "seconds": seconds,
+                    **total,
+                    "phases": {"generation": generation, "training": seconds - generation},
+                }
                 print(json.dumps(line), flush=True)
                 if args.out:
                     with open(args.out, "a") as f:
@@ -103,14 +125,35 @@ def main() -> None:
 
     a_process = PROMPTS * SAMPLES // PROCESSES
     config = GRPOConfig(
-        output_dir="unused", use_cpu=True, bf16=False, model_init_kwargs={"dtype": "bfloat16", "attn_implementation": args.attention},
-        per_device_train_batch_size=args.micro_batch, gradient_accumulation_steps=a_process // args.micro_batch,
-        num_generations=SAMPLES, max_completion_length=NEW_TOKENS, temperature=1.0, beta=0.0, learning_rate=args.lr,
-        lr_scheduler_type="constant", max_steps=args.steps, gradient_checkpointing=False, shuffle_dataset=False, seed=args.seed,
-        save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Timed(model=args.model, reward_funcs=reward, args=config, processing_class=tokenizer,
-                    train_dataset=Dataset.from_list(prompts(tokenizer, args.steps, args.seed)), callbacks=[Lines()])  # fmt: skip
+        output_dir="unused",
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": "bfloat16", "attn_implementation": args.attention},
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=a_process // args.micro_batch,
+        num_generations=SAMPLES,
+        max_completion_length=NEW_TOKENS,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=args.lr,
+        lr_scheduler_type="constant",
+        max_steps=args.steps,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        seed=args.seed,
+        save_strategy="no",
+        report_to=[],
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Timed(
+        model=args.model,
+        reward_funcs=reward,
+        args=config,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(prompts(tokenizer, args.steps, args.seed)),
+        callbacks=[Lines()],
+    )
     trainer.train()
     torch.distributed.destroy_process_group()
 
