@@ -1,8 +1,8 @@
 """Who holds which slice of which tensor, and where: the one algebra behind loading, syncing, exporting and resuming.
 
-Canonical tensors are those of a Hugging Face checkpoint. A `Piece` says that a rectangular slice of one of them lies in a
-rectangular region of a local buffer of one rank; a `Layout` is the list of all pieces of all ranks. Nothing here knows of
-processes, devices or dtypes, so that a layout of 256 ranks can be reasoned about on one.
+Canonical tensors are those of a Hugging Face checkpoint. A `Piece` says that a rectangular slice of one of them lies in
+a rectangular region of a local buffer of one rank; a `Layout` is the list of all pieces of all ranks. Processes,
+devices and dtypes play no part here, so that a layout of 256 ranks can be reasoned about on one.
 """
 
 from __future__ import annotations

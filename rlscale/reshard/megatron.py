@@ -22,7 +22,7 @@ VALUE_HEAD = "score.weight"
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Canonical tensors of a Llama, Mistral, Qwen2 or Qwen3 model, in checkpoint order, with their shapes.
 
-    A tied output weight is no tensor of its own. A critic has ``score.weight`` ``[1, hidden]`` instead of an output weight.
+    A tied output weight is no tensor of its own. A critic has ``score.weight`` ``[1, hidden]`` in place of one.
     """
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab, spec.hidden)}

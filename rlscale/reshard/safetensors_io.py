@@ -1,7 +1,7 @@
 """The Hugging Face folder as an end of resharding: ranks read only their slices of it; any layout is written to one.
 
-Writing streams every tensor to one rank, a bounded bucket at a time, into a folder beside the wanted one, which takes its
-place by a rename once it is complete: an export that fails leaves the former one as it was.
+Writing streams every tensor to one rank, a bounded bucket at a time, into a folder beside the wanted one, which takes
+its place by a rename once it is complete: an export that fails leaves the former one as it was.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def load_pieces(
         The optional tensors that the folder lacks.
 
     Raises:
-        ValueError: no such folder or file, a truncated file, a missing tensor, one of another shape or not of a floating
-            point type, or one that the architecture doesn't have. The message names it.
+        ValueError: no such folder or file, a truncated file, a missing tensor, one of another shape or not floating
+            point, or one that the architecture doesn't have. The message names it.
     """
     pieces = list(pieces)
     files = _tensor_files(Path(folder))

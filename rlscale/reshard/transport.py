@@ -24,8 +24,8 @@ class Bucket:
     """What one rank received in one round; may be empty.
 
     ``buffer`` is the caller's, cut to the bytes in use (uint8 ``[n]``); ``pieces[i]`` lies at ``offsets[i]`` bytes as a
-    contiguous tensor of ``dtypes[i]`` and shape ``pieces[i].shape``. A destination piece may come in several parts, each
-    a `Piece` of its own. Valid until the next bucket is asked for.
+    contiguous tensor of ``dtypes[i]`` and shape ``pieces[i].shape``. A destination piece may come in several parts,
+    each a `Piece` of its own. Valid until the next bucket is asked for.
     """
 
     number: int
@@ -199,7 +199,7 @@ class _Packer:
         self.packed: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def pack(self, message: Message) -> torch.Tensor:
-        """The bytes of a message (uint8 ``[nbytes]``), not copied where its slice is contiguous and of the right dtype."""
+        """The bytes of a message (uint8 ``[nbytes]``), not copied if the slice is contiguous and of the right dtype."""
         if len(message.copies) > 1:
             return self._stage(message)
         copy = message.copies[0]

@@ -50,7 +50,7 @@ def test_cut_follows_a_piece_into_a_stack() -> None:
         (Piece("w", 3, ((0, 7), (0, 5)), "k", ((0, 7), (0, 5))), r"w\[0:7, 0:5\] of rank 3 is outside \[6, 5\]"),
         (Piece("w", 0, ((2, 2), (0, 5)), "k", ((0, 0), (0, 5))), "outside"),
         (Piece("w", 0, ((0, 6),), "k", ((0, 6),)), "outside"),
-        (Piece("w", 0, ((0, 6), (0, 5)), "k", ((0, 5), (0, 6))), r"does not fit k\[0:5, 0:6\] of rank 0"),
+        (Piece("w", 0, ((0, 6), (0, 5)), "k", ((0, 5), (0, 6))), r"does not fit k\[0:5, 0:6\], rank 0"),
         (Piece("w", 0, ((0, 6), (0, 5)), "k", ((0, 2), (0, 6), (0, 5))), "does not fit"),
         (Piece("w", 0, ((0, 6), (0, 4)), "k", ((0, 6), (0, 4))), r"w\[0:6, 4:5\] is held by no rank"),
     ],
