@@ -13,11 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+Items = NDArray[np.int64]
+
 _SMALL = 512  # items up to which largest differencing is tried as well
 _ROUNDS = 20_000  # exchanges at most: a bound, not a target
 
 
-def attention_cost(lengths: Sequence[int] | NDArray[np.int64], *, hidden: int, attention_share: float = 1.0) -> NDArray[np.int64]:
+def attention_cost(lengths: Sequence[int] | Items, *, hidden: int, attention_share: float = 1.0) -> Items:
     """Work of a sequence in token equivalents: ``n + attention_share * n^2 / (6 hidden)``.
 
     Of a transformer layer's forward work ``24 n h^2 + 4 n^2 h`` the second term is the attention. ``[B]`` -> ``[B]``.
@@ -26,7 +28,7 @@ def attention_cost(lengths: Sequence[int] | NDArray[np.int64], *, hidden: int, a
     return np.rint(n + attention_share * n * n / (6.0 * hidden)).astype(np.int64)
 
 
-def balanced_partition(costs: Sequence[int] | NDArray[np.int64], parts: int, *, equal_size: bool = False) -> list[list[int]]:
+def balanced_partition(costs: Sequence[int] | Items, parts: int, *, equal_size: bool = False) -> list[list[int]]:
     """Item numbers of each part, with the largest part sum made small.
 
     Args:
@@ -51,7 +53,7 @@ def balanced_partition(costs: Sequence[int] | NDArray[np.int64], parts: int, *, 
     return [sorted(m) for m in best]
 
 
-def _largest_first(c: NDArray[np.int64], parts: int, size: int | None) -> list[list[int]]:
+def _largest_first(c: Items, parts: int, size: int | None) -> list[list[int]]:
     """Largest item to the lightest part that has room."""
     heap = [(0, k) for k in range(parts)]
     members: list[list[int]] = [[] for _ in range(parts)]
@@ -66,7 +68,7 @@ def _largest_first(c: NDArray[np.int64], parts: int, size: int | None) -> list[l
     return members
 
 
-def _largest_differencing(c: NDArray[np.int64], parts: int, equal_size: bool) -> list[list[int]]:
+def _largest_differencing(c: Items, parts: int, equal_size: bool) -> list[list[int]]:
     """Karmarkar-Karp for several parts: merge the two partial solutions with the widest spread, large against small."""
     order = np.argsort(c, kind="stable").tolist()
     cost = c.tolist()
@@ -74,10 +76,10 @@ def _largest_differencing(c: NDArray[np.int64], parts: int, equal_size: bool) ->
         blocks = [order[k:k + parts] for k in range(0, len(order), parts)]
     else:
         blocks = [[i] for i in order]
-    heap = []
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for number, block in enumerate(blocks):
         slots = sorted(((cost[i], [i]) for i in block), key=lambda s: s[0])
-        slots = [(0, []) for _ in range(parts - len(slots))] + slots
+        slots = [(0, list[int]()) for _ in range(parts - len(slots))] + slots
         heapq.heappush(heap, (slots[0][0] - slots[-1][0], number, slots))
     number = len(blocks)
     while len(heap) > 1:
@@ -89,54 +91,53 @@ def _largest_differencing(c: NDArray[np.int64], parts: int, equal_size: bool) ->
     return [members for _, members in heap[0][2]]
 
 
-def _exchange(c: NDArray[np.int64], start: list[list[int]], equal_size: bool) -> list[list[int]]:
+def _exchange(c: Items, start: list[list[int]], equal_size: bool) -> list[list[int]]:
     """Lower the heaviest part, one move or exchange at a time, until no lighter part can take a useful one."""
-    members = [np.array(m, dtype=np.int64)[np.argsort(c[m], kind="stable")] if m else np.zeros(0, dtype=np.int64) for m in start]
+    members = [np.array(sorted(m, key=c.__getitem__), dtype=np.int64) for m in start]
     sums = np.array([int(c[m].sum()) for m in members], dtype=np.int64)
     target = -(-int(c.sum()) // len(members))
     for _ in range(_ROUNDS):
         top = int(sums.argmax())
         if sums[top] <= target:
             break
+        found = None
         for low in np.argsort(sums, kind="stable").tolist():
             gap = int(sums[top] - sums[low])
-            if gap < 2:
-                low = top
+            found = _best_swap(c, members[top], members[low], gap, equal_size) if gap > 1 else None
+            if found is not None or gap <= 1:
                 break
-            found = _best_swap(c, members[top], members[low], gap, equal_size)
-            if found is not None:
-                break
-        else:
-            break
-        if low == top:
+        if found is None:
             break
         give, take = found
-        moved = int(c[members[top][give]]) - (int(c[members[low][take]]) if take is not None else 0)
-        gone, come = members[top][give], members[low][take] if take is not None else None
-        members[top] = _insert(c, np.delete(members[top], give), come)
-        members[low] = _insert(c, np.delete(members[low], take) if take is not None else members[low], gone)
+        gone = int(members[top][give])
+        members[top] = np.delete(members[top], give)
+        moved = int(c[gone])
+        if take is not None:
+            come = int(members[low][take])
+            members[low] = np.delete(members[low], take)
+            members[top] = _insert(c, members[top], come)
+            moved -= int(c[come])
+        members[low] = _insert(c, members[low], gone)
         sums[top] -= moved
         sums[low] += moved
     return [m.tolist() for m in members]
 
 
-def _insert(c: NDArray[np.int64], m: NDArray[np.int64], item: int | None) -> NDArray[np.int64]:
+def _insert(c: Items, m: Items, item: int) -> Items:
     """``m`` sorted by cost with ``item`` in its place."""
-    return m if item is None else np.insert(m, np.searchsorted(c[m], c[item]), item)
+    return np.insert(m, int(np.searchsorted(c[m], c[item])), item)
 
 
-def _best_swap(c: NDArray[np.int64], top: NDArray[np.int64], low: NDArray[np.int64], gap: int,
-               equal_size: bool) -> tuple[int, int | None] | None:
-    """Positions (in ``top``, in ``low`` or ``None``) whose exchange moves closest to half the gap, more than 0 and less than it."""
+def _best_swap(c: Items, top: Items, low: Items, gap: int, equal_size: bool) -> tuple[int, int | None] | None:
+    """Positions in ``top`` and in ``low`` (``None``: a plain move) whose exchange moves closest to half the gap.
+
+    It must move more than 0 and less than the gap, so that both parts end below the heavier one.
+    """
     a = c[top]
-    b = c[low] if equal_size or not low.size else np.concatenate(([0], c[low]))  # 0: a plain move
-    offset = 0 if equal_size else 1
-    if not equal_size and not low.size:
-        b = np.zeros(1, dtype=np.int64)
+    b = c[low] if equal_size else np.concatenate((np.zeros(1, dtype=np.int64), c[low]))  # 0 stands for a plain move
     if not a.size or not b.size:
         return None
-    wanted = a - gap // 2
-    at = np.searchsorted(b, wanted)
+    at = np.searchsorted(b, a - gap // 2)
     best: tuple[int, int, int] | None = None
     for candidate in (np.clip(at - 1, 0, b.size - 1), np.clip(at, 0, b.size - 1)):
         moved = a - b[candidate]
@@ -146,5 +147,7 @@ def _best_swap(c: NDArray[np.int64], top: NDArray[np.int64], low: NDArray[np.int
             best = (int(badness[k]), k, int(candidate[k]))
     if best is None:
         return None
-    take = best[2] - offset
-    return best[1], take if take >= 0 else None
+    _, give, take = best
+    if equal_size:
+        return give, take
+    return give, (take - 1 if take > 0 else None)

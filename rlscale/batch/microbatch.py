@@ -10,7 +10,7 @@ that every rank takes part in every collective call.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,28 +19,40 @@ from torch import Tensor
 from rlscale.batch.balance import balanced_partition
 from rlscale.batch.types import PackedBatch
 
+Cost = Callable[[list[int]], int]  # tokens of a unit, from its rows
 _ACCEPTABLE_IMBALANCE = 1.05  # max / mean over ranks above which groups are divided
 
 
-def pack_by_budget(costs: Sequence[int], budget: int) -> list[list[int]]:
+def pack_by_budget(costs: Sequence[int], budget: int, *, counts: Sequence[int] | None = None,
+                   max_count: int | None = None) -> list[list[int]]:
     """Item numbers of each bin: no bin above ``budget``, few bins (best-fit decreasing).
+
+    Args:
+        costs: ``[n]`` tokens of each item. counts: ``[n]`` sequences of each item (default 1), of which a bin takes at most
+        ``max_count`` (default: any number).
 
     Raises:
         ValueError: an item alone is above the budget; names it.
     """
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending
+    held: list[int] = []  # sequences of each bin
+    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending; bins that can take nothing more are left out
     for i in np.argsort(-np.asarray(costs, dtype=np.int64), kind="stable").tolist():
-        cost = int(costs[i])
+        cost, count = int(costs[i]), 1 if counts is None else int(counts[i])
         if cost > budget:
             raise ValueError(f"sample {i} has {cost} tokens, more than the budget of {budget} tokens a micro-batch")
         at = bisect.bisect_left(room, (cost, -1))
+        while max_count is not None and at < len(room) and held[room[at][1]] + count > max_count:
+            at += 1
         if at == len(room):
-            bins.append([i])
-            bisect.insort(room, (budget - cost, len(bins) - 1))
+            free, k = budget, len(bins)
+            bins.append([])
+            held.append(0)
         else:
             free, k = room.pop(at)
-            bins[k].append(i)
+        bins[k].append(i)
+        held[k] += count
+        if free > cost and (max_count is None or held[k] < max_count):
             bisect.insort(room, (free - cost, k))
     return bins
 
@@ -101,7 +113,7 @@ def _units(group: list[int], prompt: list[int], response: list[int], max_tokens:
     return units
 
 
-def _divide(units: list[list[int]], cost, num_ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+def _divide(units: list[list[int]], cost: Cost, num_ranks: int) -> tuple[list[list[int]], list[list[int]]]:
     """Units (some of them halved) and the unit numbers of each rank; halved while the ranks are uneven and it helps."""
     def attempt(units: list[list[int]]) -> tuple[int, list[list[int]]]:
         costs = [cost(u) for u in units]
@@ -126,20 +138,10 @@ def _divide(units: list[list[int]], cost, num_ranks: int) -> tuple[list[list[int
     return units, parts
 
 
-def _pack(part: list[int], units: list[list[int]], cost, max_tokens: int | None, max_sequences: int | None) -> list[list[int]]:
+def _pack(part: list[int], units: list[list[int]], cost: Cost, max_tokens: int | None,
+          max_sequences: int | None) -> list[list[int]]:
     """Unit numbers of each micro-batch of one rank."""
-    order = sorted(part, key=lambda u: (-cost(units[u]), u))
-    bins: list[list[int]] = []
-    used: list[tuple[int, int]] = []
-    for u in order:
-        c, n = cost(units[u]), len(units[u])
-        fits = [k for k, (tokens, rows) in enumerate(used) if (max_tokens is None or tokens + c <= max_tokens)
-                and (max_sequences is None or rows + n <= max_sequences)]
-        if fits:
-            k = max(fits, key=lambda k: used[k][0])
-            bins[k].append(u)
-            used[k] = (used[k][0] + c, used[k][1] + n)
-        else:
-            bins.append([u])
-            used.append((c, n))
-    return bins
+    costs = [cost(units[u]) for u in part]
+    budget = max_tokens if max_tokens is not None else max(sum(costs), 1)
+    bins = pack_by_budget(costs, budget, counts=[len(units[u]) for u in part], max_count=max_sequences)
+    return [[part[k] for k in members] for members in bins]
