@@ -28,10 +28,13 @@ def processes(mark: str) -> dict[int, str]:
 
 def left(mark: str, shm_before: set[str]) -> set[str]:
     """One line for each process and each new file in /dev/shm."""
-    new = shm_files() - shm_before
+    inodes = {}
+    for name in shm_files() - shm_before:
+        with contextlib.suppress(OSError):  # removed in this moment
+            inodes[name] = (SHM / name).stat().st_ino
     own, foreign = _scan(mark)
     lines = {f"process {pid}: {command[:200]}" for pid, command in own.items()}
-    return lines | {f"file /dev/shm/{name}" for name in new - foreign}
+    return lines | {f"file /dev/shm/{name}" for name, inode in inodes.items() if inode not in foreign}
 
 
 def still_left(find: Callable[[], set[str]], seconds: float) -> list[str]:
@@ -44,9 +47,10 @@ def still_left(find: Callable[[], set[str]], seconds: float) -> list[str]:
     return sorted(lines)
 
 
-def _scan(mark: str) -> tuple[dict[int, str], set[str]]:
+def _scan(mark: str) -> tuple[dict[int, str], set[int]]:
+    """Command lines of the marked processes; inodes in /dev/shm that others have mapped (a semaphore's name differs)."""
     own: dict[int, str] = {}
-    foreign: set[str] = set()
+    foreign: set[int] = set()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
@@ -56,5 +60,5 @@ def _scan(mark: str) -> tuple[dict[int, str], set[str]]:
                 if command:  # a zombie has none
                     own[int(folder.name)] = command
             else:
-                foreign |= set(re.findall(r"/dev/shm/(\S+)", (folder / "maps").read_text()))
+                foreign |= {int(inode) for inode in re.findall(r" (\d+) +/dev/shm/", (folder / "maps").read_text())}
     return own, foreign
