@@ -67,6 +67,23 @@ def test_prompt_is_tokenised_as_the_template_says(tokenizer: Any) -> None:
         assert (prompt.index, prompt.uid, prompt.scorer) == (i, f"0:addition:{i}", "last_number")
 
 
+def test_template_alone_decides_about_special_tokens(write: Callable[..., str]) -> None:
+    """A tokenizer that starts every text with a special token doesn't do so where the template has written the text."""
+    from tokenizers.processors import TemplateProcessing
+
+    starting = load_tokenizer(ModelConfig(path=tiny_model()))
+    bos = starting.eos_token_id
+    starting.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{starting.eos_token} $A", special_tokens=[(starting.eos_token, bos)]
+    )
+    assert starting("x")["input_ids"][0] == bos
+    (prompt,) = data(starting, SourceConfig(task="addition", size=1)).all()
+    assert bos not in prompt.token_ids
+    starting.chat_template = None
+    (prompt,) = data(starting, SourceConfig(files=[write("a.jsonl", [row(prompt="3 + 4 =")])])).all()
+    assert prompt.token_ids == [bos, *starting("3 + 4 =", add_special_tokens=False)["input_ids"]]
+
+
 def test_addition_is_right_and_splits_are_disjoint(tokenizer: Any) -> None:
     made = {split: tasks.make("addition", 200, 0, {"split": split}) for split in ("train", "val")}
     texts = {}
