@@ -80,7 +80,7 @@ def build(cfg: Config, device: Device) -> Run:
     steps = planned_steps(cfg, len(data))
     dtype = DTYPES[cfg.model.dtype]
     common: dict[str, Any] = dict(device=device, dtype=dtype, seed=seed)
-    # vLLM first: it starts in processes of its own while the memory of this one is still small
+    writer = RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank)  # first: it sets the files of an earlier run aside
     prompts = data.all() + (val.all() if val else [])
     pool = RewardPool(cfg.reward, {p.scorer for p in prompts}) if is_leader(cfg, device) else None
     rollout = Rollout(cfg, device, cfg.trainer.run_dir, tokenizer=tokenizer, eos_ids=eos_token_ids(cfg.model.path, tokenizer))
@@ -105,7 +105,7 @@ def build(cfg: Config, device: Device) -> Run:
         raise
     return Run(
         cfg=cfg, device=device, total_steps=steps, train=data, val=val, actor=actor, reference=reference, critic=critic,
-        rollout=rollout, pool=pool, writer=RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank),
+        rollout=rollout, pool=pool, writer=writer,
         progress=Progress(steps, rank=device.rank), kl_controller=_kl_controller(cfg),
     )  # fmt: skip
 
