@@ -1,0 +1,1 @@
+"""Generation with vLLM: engines in processes of their own, prompts claimed by whoever is free, weights handed over as shards."""

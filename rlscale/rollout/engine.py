@@ -1,0 +1,328 @@
+"""Generation and weight updates as all ranks of a run see them: `Rollout`.
+
+Ranks form rollout groups of ``tensor_model_parallel_size`` consecutive ranks. The first of a group, its leader, hosts an
+engine whose worker k runs on the device of rank leader + k. Leaders claim the prompts of a step from a common counter, so
+that a slow engine holds nobody back, and all responses to one prompt come from one engine, which then computes the prompt
+once. The other ranks wait, without using their core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import time
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rlscale.batch.types import Trajectory
+from rlscale.config.schema import Config
+from rlscale.reshard.layout import Layout
+from rlscale.rollout.host import EngineHost
+from rlscale.rollout.sampling import Claims, Counter, LocalCounter, Sampling, sample_seed
+from rlscale.rollout.weights import Buckets, Destination, gather
+
+if TYPE_CHECKING:
+    from rlscale.cluster.device import Device
+    from rlscale.data.dataset import Prompt
+    from rlscale.reward.pool import RewardPool
+
+RPC_TIMEOUT_S = 300.0  # for calls to the engine other than generation
+_instances = itertools.count()
+
+
+class Rollout:
+    """All methods but `close` are collective over the world.
+
+    Args:
+        device: this process; a world of one needs no process group.
+        run_dir: the engines' output goes to ``engines/rank_*.log`` in it.
+        eos_ids: tokens that end a response; the one that did is its last token.
+        tokenizer: decodes responses; without one, and without a pool, their texts are empty.
+    """
+
+    def __init__(self, cfg: Config, device: Device, run_dir: str | Path, eos_ids: list[int], tokenizer: Any = None):
+        self.cfg, self.device, self.eos_ids, self.tokenizer = cfg, device, list(eos_ids), tokenizer
+        self.tp = cfg.rollout.tensor_model_parallel_size
+        self.is_leader = device.rank % self.tp == 0
+        self.replicas = device.world // self.tp
+        log = Path(run_dir) / "engines" / f"rank_{device.rank}.log"
+        self.host = EngineHost(cfg, device, log) if self.is_leader else None
+        self.name = f"rollout{next(_instances)}"
+        self.calls = 0
+        self.asleep = self.stale = False
+        self.destination: Destination | None = None
+        self.buckets: Buckets | None = None
+        self.source: Layout | None = None
+        self.control = self.group = None
+        self.counter: Counter = LocalCounter()
+        if dist.is_initialized():
+            self._make_groups()
+        atexit.register(_close, weakref.ref(self))
+
+    def _make_groups(self) -> None:
+        """Groups over CPU for waiting and short messages: NCCL would keep devices and cores busy while it waits."""
+        r = self.cfg.rollout
+        limit = timedelta(seconds=max(r.request_timeout_s, r.start_timeout_s) + RPC_TIMEOUT_S)
+        self.control = dist.new_group(backend="gloo", timeout=limit)
+        if self.tp > 1:
+            for leader in range(0, self.device.world, self.tp):
+                group = dist.new_group(list(range(leader, leader + self.tp)), backend="gloo", timeout=limit)
+                if leader <= self.device.rank < leader + self.tp:
+                    self.group = group
+        store = dist.distributed_c10d._get_default_store()
+        self.counter = dist.PrefixStore(f"rlscale/{self.name}", store)
+
+    def start(self) -> None:
+        """Start every engine and learn what slices its workers need.
+
+        Raises:
+            RuntimeError: on every rank, when an engine cannot start.
+        """
+        described: list[list[dict[str, Any]]] = []
+
+        def begin() -> None:
+            assert self.host is not None
+            self.host.start()
+            described.extend(self._rpc("rlscale_targets"))
+
+        self._together(begin, "start")
+        by_rank = [targets for of_leader in gather(described, self.control) for targets in of_leader]
+        self.destination = Destination(by_rank)
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling, pool: RewardPool | None = None) -> list[Trajectory]:
+        """Sample ``sampling.n`` responses to every prompt of the step's global list.
+
+        With a pool each response is scored as soon as it is complete, while others are still being generated.
+
+        Returns:
+            This leader's share, whole prompts, in the order of prompts and samples; nothing on other ranks.
+
+        Raises:
+            RuntimeError: on every rank, when an engine dies or takes longer than ``rollout.request_timeout_s``, and after an
+                update of the weights that failed.
+        """
+        if self.stale or self.asleep:
+            raise RuntimeError("the engines have no valid weights (asleep, or an update failed): sync them first")
+        self.calls += 1
+        claims = Claims(self.counter, f"claims{self.calls}", len(prompts))
+        mine: list[Trajectory] = []
+
+        def work() -> None:
+            assert self.host is not None
+            mine.extend(self.host.run(self._serve(prompts, sampling, pool, claims), self.cfg.rollout.request_timeout_s, "generation"))
+
+        self._together(work, "generation")
+        return sorted(mine, key=lambda t: (t.prompt_index, t.sample_index))
+
+    async def _serve(
+        self, prompts: list[Prompt], sampling: Sampling, pool: RewardPool | None, claims: Claims
+    ) -> list[Trajectory]:
+        """Claim prompts and sample them until none is left.
+
+        A replica holds at most its even share of the prompts at a time, and of these as many samples as the engine decodes at
+        once, with one prompt more in the engine's queue so that a free place is taken without a turn through this process.
+        """
+        r, n = self.cfg.rollout, sampling.n
+        room = max(n, min(r.max_num_seqs + n, -(-len(prompts) // self.replicas) * n))
+        running: set[asyncio.Task[Trajectory]] = set()
+        scoring: list[asyncio.Task[None]] = []
+        finished: list[Trajectory] = []
+        try:
+            while True:
+                while len(running) + n <= room and not claims.exhausted:
+                    for index in claims.take(max(1, min(r.prefetch_groups, (room - len(running)) // n))):
+                        work = (self._sample(prompts[index], index, i, sampling) for i in range(n))
+                        running |= {asyncio.create_task(coroutine) for coroutine in work}
+                if not running:
+                    break
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    trajectory = task.result()
+                    finished.append(trajectory)
+                    if pool is not None:
+                        scoring.append(asyncio.create_task(_score(pool, prompts[trajectory.prompt_index], trajectory)))
+            await asyncio.gather(*scoring)
+        finally:
+            for unfinished in [*running, *scoring]:
+                unfinished.cancel()
+            await asyncio.gather(*running, *scoring, return_exceptions=True)
+        return finished
+
+    async def _sample(self, prompt: Prompt, index: int, number: int, sampling: Sampling) -> Trajectory:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        assert self.host is not None
+        params = SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=max(sampling.top_k, 0), max_tokens=sampling.max_tokens,
+            seed=sample_seed(sampling.seed, index, number), stop_token_ids=self.eos_ids, ignore_eos=True, logprobs=0,
+            flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
+        )  # fmt: skip
+        request = f"{self.calls}-{index}-{number}"
+        async for answer in self.host.engine.generate(tokens_input(prompt.token_ids), params, request_id=request):
+            output = answer.outputs[0]
+        ids = list(output.token_ids)
+        return Trajectory(
+            prompt_index=index, sample_index=number, prompt_ids=prompt.token_ids, response_ids=ids,
+            response_mask=[1] * len(ids), rollout_logprobs=list(output.logprobs.logprobs),
+            finish_reason=output.finish_reason or "abort", prompt_text=prompt.text, response_text=self._decode(ids),
+            data_source=prompt.data_source,
+        )  # fmt: skip
+
+    def _decode(self, ids: list[int]) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def sync(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Hand the trainer's weights to the engines, and forget what they have cached under the old ones.
+
+        Args:
+            source: layout of the trainer's weights over all ranks.
+            tensors: this rank's buffers by key, as in the layout.
+
+        Returns:
+            ``rollout/sync_bytes`` that this rank's worker took over, ``rollout/sync_s``.
+
+        Raises:
+            ValueError: the source lacks a tensor that an engine needs, or has it in another shape.
+            RuntimeError: on every rank, when a worker did not take everything; `generate` then refuses to run.
+        """
+        started = time.perf_counter()
+        self._prepare(source)
+        assert self.buckets is not None
+        self.stale = True
+        errors: list[str] = []
+        self._attempt(errors, self._open_update)
+        for bucket in self.buckets.fill(tensors):
+            self._group_barrier()
+            if self._needed(bucket.number):
+                self._attempt(errors, self._take_bucket, bucket.number)
+            self._group_barrier()
+        self._attempt(errors, self._close_update)
+        self._raise_together(errors, "the weight update")
+        self.stale = self.asleep = False
+        plan = self.buckets.plan
+        taken = plan.received.get(self.device.rank, 0) + plan.local.get(self.device.rank, 0)
+        return {"rollout/sync_bytes": float(taken), "rollout/sync_s": time.perf_counter() - started}
+
+    def _prepare(self, source: Layout) -> None:
+        """Plan, and give the workers their buckets' addresses; once for a layout."""
+        if source is self.source or (self.source is not None and source == self.source):
+            return
+        assert self.destination is not None, "start() comes first"
+        plan = self.destination.plan(source, self.cfg.rollout.sync_bucket_mb * 2**20)
+        self.buckets = Buckets(plan, self.device.rank, self.device.torch_device)
+        mailboxes = gather(self.buckets.mailbox(), self.control)
+        workers = mailboxes[self.device.rank : self.device.rank + self.tp]
+
+        def connect() -> None:
+            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+            self._engine_call("init_weight_transfer_engine", WeightTransferInitRequest(init_info={"workers": workers}))
+
+        self._together(connect, "connecting the engine's workers")
+        self.buckets.mapped()
+        self.source = source
+
+    def _open_update(self) -> None:
+        if self.asleep:
+            self._engine_call("wake_up", ["weights"])
+        self._engine_call("start_weight_update")
+
+    def _take_bucket(self, number: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._engine_call("update_weights", WeightTransferUpdateRequest(update_info={"number": number}))
+
+    def _close_update(self) -> None:
+        self._engine_call("finish_weight_update")
+        if self.asleep:
+            self._engine_call("wake_up", ["kv_cache"])
+        if not self._engine_call("reset_prefix_cache"):
+            raise RuntimeError("the prefix cache could not be reset")
+
+    def _needed(self, number: int) -> bool:
+        assert self.buckets is not None
+        return any(self.buckets.plan.bucket(self.device.rank + k, number) for k in range(self.tp))
+
+    def _attempt(self, errors: list[str], step: Any, *args: Any) -> None:
+        """A leader's step of an update; after an error the others are left out, while the ranks finish their exchange."""
+        if self.host is None or errors:
+            return
+        try:
+            step(*args)
+        except Exception as error:
+            errors.append(str(error))
+            if self.host.engine is not None and not self.host.engine.errored:
+                self._rpc("rlscale_abandon_update")
+
+    def sleep(self) -> None:
+        """Give the engines' device memory to the trainer until the next `sync` (or `wake`).
+
+        On CUDA the weights are dropped too. On CPU nothing happens: vLLM has no sleep mode there, memory is shared anyway, and
+        to fault the cache's pages in again would cost more than they are worth.
+        """
+        if self.device.kind == "cuda" and not self.asleep:
+            self._together(lambda: self._engine_call("sleep", 2), "sleep")
+            self.asleep = True
+
+    def wake(self) -> None:
+        """Take the device memory back. The weights that were dropped only come back with `sync`, which wakes by itself."""
+        if self.asleep:
+            self._together(lambda: self._engine_call("wake_up"), "wake-up")
+            self.asleep, self.stale = False, True
+
+    def close(self) -> None:
+        """End this rank's engine and its processes. Not collective; safe after errors and when called again."""
+        if self.host is not None:
+            self.host.close()
+        self.buckets = None
+
+    def _engine_call(self, method: str, *args: Any) -> Any:
+        assert self.host is not None
+        call = getattr(self.host.engine, method)
+        return self.host.run(call(*args), RPC_TIMEOUT_S, method.replace("_", " "))
+
+    def _rpc(self, method: str) -> list[Any]:
+        """Call a method of `rlscale.rollout.worker.WorkerExtension` on every worker of this leader's engine."""
+        return self._engine_call("collective_rpc", method)
+
+    def _group_barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def _together(self, work: Any, what: str) -> None:
+        """Let the leaders work and all ranks wait for them; an error on one rank is an error on all."""
+        errors: list[str] = []
+        cause: BaseException | None = None
+        if self.host is not None:
+            try:
+                work()
+            except Exception as error:
+                errors, cause = [str(error)], error
+        self._raise_together(errors, what, cause)
+
+    def _raise_together(self, errors: list[str], what: str, cause: BaseException | None = None) -> None:
+        everyone = [message for of_rank in gather(errors, self.control) for message in of_rank]
+        if everyone:
+            text = errors[0] if errors else everyone[0]
+            raise RuntimeError(text if "rank " in text else f"{what} failed: {text}") from cause
+
+
+async def _score(pool: RewardPool, prompt: Prompt, trajectory: Trajectory) -> None:
+    score = await pool.score(prompt, trajectory.response_text)
+    trajectory.reward, trajectory.reward_failed = score.value, score.failed
+    trajectory.reward_error, trajectory.extra = score.error, dict(score.extra)
+
+
+def _close(reference: weakref.ref[Rollout]) -> None:
+    rollout = reference()
+    if rollout is not None:
+        rollout.close()

@@ -1,0 +1,79 @@
+"""How responses are drawn, and which replica draws which: seeds that depend on the sample alone, claims through a counter.
+
+A sample's seed follows from the run's seed, the prompt's place in the step and the sample's number, so that it does not
+matter which engine takes it, when, or in what company. (Bit for bit this holds where the model's kernels are independent
+of the batch; in bf16 a near tie between two tokens may still fall differently.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Parameters of one call of `Rollout.generate`.
+
+    Attributes:
+        n: responses to each prompt.
+        temperature: 0 is greedy.
+        top_p, top_k: nucleus and top-k truncation; 1 and -1 switch them off. Log-probs are those of the distribution that was
+            sampled from, after temperature and truncation: with truncation they are at least the full softmax's.
+        max_tokens: of a response, its end-of-sequence token included.
+        seed: of this call; give every step its own.
+    """
+
+    n: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 512
+    seed: int = 0
+
+
+def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:
+    """A seed in ``[0, 2**63)`` of one response; unrelated for neighbouring arguments."""
+    text = f"{seed}/{prompt_index}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class Counter(Protocol):
+    """What `Claims` needs of a torch.distributed store: an atomic addition that returns the sum."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+class LocalCounter:
+    """The counter of a world of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+
+    def add(self, key: str, amount: int, /) -> int:
+        self.values[key] = self.values.get(key, 0) + amount
+        return self.values[key]
+
+
+class Claims:
+    """Positions of a list that several processes work off together, each position claimed exactly once.
+
+    Args:
+        counter: shared by all processes, atomic.
+        key: of this list; new for every list.
+        total: positions of the list.
+    """
+
+    def __init__(self, counter: Counter, key: str, total: int):
+        self.counter, self.key, self.total = counter, key, total
+        self.exhausted = total == 0
+
+    def take(self, count: int) -> range:
+        """The next ``count`` positions, fewer at the end, none when all are claimed."""
+        assert count > 0
+        if self.exhausted:
+            return range(0)
+        stop = self.counter.add(self.key, count)
+        self.exhausted = stop >= self.total
+        return range(min(stop - count, self.total), min(stop, self.total))
