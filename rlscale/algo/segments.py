@@ -33,7 +33,7 @@ def check_shapes(cu_seqlens: Tensor, *, per_token: dict[str, Tensor | None], per
 def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum over each sequence. ``x``: ``[T]`` -> ``[B]``; 0 for an empty sequence. Differentiable."""
     if x.numel() == 0:
-        return x.new_zeros(cu_seqlens.numel() - 1)
+        return x.new_zeros(cu_seqlens.numel() - 1) + x.sum()  # still a part of the graph
     return torch.segment_reduce(x, "sum", offsets=cu_seqlens)
 
 
