@@ -62,11 +62,11 @@ def last_number(
 
     The rule: (1) the last number of the answer is the truth; (2) every other number of the answer is the truth again or
     a number of the question, so that a list of candidates, a corrected guess or a chain of other sums is worth nothing;
-    (3) a number of the question before the truth is part of a sentence or an equation, not of a list (`1, 2, 3` to
-    `1 + 2`); (4) repeating the question is no answer: the last number isn't the right operand of an operator (`0 + 7`),
-    and the numbers of the answer aren't just those of the question (`0 and 7`). Hence `7`, `7.`, `3 + 4 = 7` and
-    `The sum of 3 and 4 is 7` are paid, `7 or 8` and `1, 2, 3, ..., 7` are not. Numbers written as words don't count at
-    all. `extra_info["question"]` is the question; without it rule (2) allows the truth only.
+    (3) after the last other number, the truth is stated in a sentence or an equation, not as one more member of a list
+    (`1, 2, 3` to `1 + 2`); (4) repeating the question is no answer: the last number isn't the right operand of an
+    operator (`0 + 7`), and the numbers of the answer aren't just those of the question (`0 and 7`). Hence `7`, `7.`,
+    `3 + 4 = 7` and `The sum of 3 and 4 is 7` are paid, `7 or 8` and `1, 2, 3, ..., 7` are not. Numbers written as words
+    don't count at all. `extra_info["question"]` is the question; without it rule (2) allows the truth only.
 
     Raises:
         ValueError: the ground truth isn't one number.
@@ -83,7 +83,8 @@ def last_number(
     if set(given) - set(question) - {truth}:
         return 0.0
     final = max((i + 1 for i, number in enumerate(answer) if number.value != truth), default=0)
-    if answer[final].listed or answer[-1].is_operand or _only_quotes(given, question, truth):
+    stated = any(not number.listed and not number.is_operand for number in answer[final:])
+    if not stated or answer[-1].is_operand or _only_quotes(given, question, truth):
         return 0.0
     return 1.0
 

@@ -46,9 +46,14 @@ def test_anything_else_is_not(answer: str) -> None:
 @pytest.mark.parametrize(
     ("question", "truth", "paid", "unpaid"),
     [
-        ("What is 0 + 7?", "7", ["7", "0 + 7 = 7", "It is 7"], ["0 + 7", "0 and 7", "0 7", "0, 7", "0 + 7 0 + 7", "0"]),
+        (
+            "What is 0 + 7?",
+            "7",
+            ["7", "0 + 7 = 7", "It is 7", "0 and 7 is 7"],
+            ["0, 7, 7", "0 + 7 7", "0 + 7", "0 and 7", "0 7", "0, 7", "0 + 7 0 + 7", "0"],
+        ),
         ("What is 7 + 0?", "7", ["7", "7 + 0 = 7"], ["7 + 0", "7 0", "7, 0"]),
-        ("What is 0 + 0?", "0", ["0", "0 + 0 = 0", "0 + 0 is 0."], ["0 + 0", "0 0", "0 and 0"]),
+        ("What is 0 + 0?", "0", ["0", "0 + 0 = 0", "0 + 0 is 0."], ["0 + 0", "0 0", "0 and 0", "0 + 0 + 0"]),
         ("What is 1 + 2?", "3", ["3", "1 + 2 = 3"], ["1, 2, 3", "1 2 3", "1. 2. 3.", "0 1 2 3", "1 or 2 or 3"]),
         ("What is 5 - 8?", "-3", ["-3", "5 - 8 = -3", "\u22123"], ["3", "- 3", "5 - 8", "5 - 3", "8 -3"]),
         ("What is 8 - 3?", "5", ["5", "8 - 3 = 5", "8-3=5"], ["-5", "8 - 5", "8 -5", "8-5"]),
@@ -98,6 +103,18 @@ def test_plain_answers_are_always_paid(a: int, b: int, form: str) -> None:
 )
 def test_numbers(text: str, found: list[str]) -> None:
     assert numbers(text) == [Decimal(number) for number in found]
+
+
+def test_plain_answers_to_all_single_digit_sums_are_paid() -> None:
+    forms = ["{s}", "{a} + {b} = {s}", "{a}+{b}={s}.", "The sum of {a} and {b} is {s}.", "{a} plus {b} equals {s}"]
+    unpaid = [
+        text
+        for a in range(10)
+        for b in range(10)
+        for text in (form.format(a=a, b=b, s=a + b) for form in forms)
+        if pays(text, str(a + b), f"What is {a} + {b}?") != 1.0
+    ]
+    assert unpaid == []
 
 
 def test_last_number_needs_a_number_as_truth() -> None:
