@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import logging
 import os
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -105,6 +108,7 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0) -> Device:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
         torch.cuda.set_device(local)
+    quiet_libraries()
     import deepspeed
 
     # its shared-memory collective compiles for most of a minute and leaves a file a rank behind in /dev/shm for ever
@@ -117,6 +121,19 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0) -> Device:
     elif not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
     return Device(kind=kind, rank=rank, local_rank=local, world=world, local_world=local_world())
+
+
+def quiet_libraries() -> None:
+    """Keep DeepSpeed's and Megatron's notes about themselves off the screen; warnings of this project and errors stay."""
+    for module in ("megatron", "deepspeed", "torch.distributed"):
+        warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
+    import deepspeed.runtime.utils as ds_utils
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    ds_utils.see_memory_usage = lambda *_, **__: None
+    bf16 = importlib.import_module("deepspeed.runtime.bf16_optimizer")
+    bf16.see_memory_usage = ds_utils.see_memory_usage  # prints at every construction, forced
 
 
 def local_world() -> int:

@@ -170,7 +170,7 @@ class RolloutConfig:
     sync_bucket_mb: int = opt(64, "MiB of weights on the way to the engine at one time, per rank", min=1)
     logprob_check_freq: int = opt(0, "steps between comparisons of trainer and engine log-probs; 0: first step only, -1: never",
                                   min=-1)
-    logprob_check_bound: float = opt(0.05, "mean absolute difference of log-probs above which the run stops", above=0)
+    logprob_check_bound: float = opt(0.1, "mean absolute difference of log-probs above which the run stops", above=0)
     start_timeout_s: float = opt(300.0, "seconds for an engine to start", above=0)
     request_timeout_s: float = opt(1800.0, "seconds for one step's generation", above=0)
     engine_args: dict[str, Any] = opt({}, "further arguments of vLLM's engine, handed over unchanged")

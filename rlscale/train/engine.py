@@ -224,7 +224,7 @@ class Engine:
             RuntimeError: the gradient norm is not finite.
         """
         rows = self._plan(batch)
-        scale = len(rows) * self.mesh.dims.dp  # undoes Megatron's and DeepSpeed's means
+        scale = self._loss_scale(len(rows))
         speaks = self.mesh.is_last_stage and self.mesh.coords.tp == 0 and self.mesh.coords.sp == 0
         self.stage.with_entropy, self.stage.entropy_grad = entropy, entropy_grad
 
@@ -249,6 +249,10 @@ class Engine:
         if not math.isfinite(norm):
             raise RuntimeError(f"{self.role}: the gradient norm of optimizer step {self.steps} is {norm}")
         return {**self._sum(records if speaks else []), "grad_norm": norm, "lr": rate}
+
+    def _loss_scale(self, micro_batches: int) -> int:
+        """Undoes the means that Megatron takes over micro-batches and DeepSpeed over data-parallel ranks."""
+        return micro_batches * self.mesh.dims.dp
 
     def _out(self, out: Tensor) -> ModelOut:
         if self.spec.value_head:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -38,17 +40,34 @@ def policy_gradient(out, micro):
     return loss, {"tokens": micro.mask.sum()}
 
 
-def run_engine(folder: str, layout: ParallelConfig, batch, options: dict, steps: int, temperature: float) -> dict:
+def run_engine(
+    folder: str, layout: ParallelConfig, batch, options: dict, steps: int, temperature: float, mutation: str = ""
+) -> dict:
     """On every rank: log-probs before, two updates, log-probs after, and this rank's slices of every weight."""
+    from unittest import mock
+
     from rlscale.cluster.device import init_distributed
+    from rlscale.model import gpt
     from rlscale.model.arch import ModelSpec
     from rlscale.train.engine import Batching, Engine
 
     device = init_distributed("cpu")
-    engine = Engine(
-        "actor", ModelSpec.from_hf(folder), folder, layout, OptimConfig(**OPTIM), Batching(**options), device,
-        dtype=torch.float32, temperature=temperature,
-    )
+    marks = mock.patch.object(gpt, "_mark_sharded", lambda body: None) if mutation == "marks" else nullcontext()
+    with marks:
+        engine = Engine(
+            "actor", ModelSpec.from_hf(folder), folder, layout, OptimConfig(**OPTIM), Batching(**options), device,
+            dtype=torch.float32, temperature=temperature,
+        )
+    if mutation == "re-arming":
+        engine.stage.on_backward = None
+    elif mutation == "norm-sum":
+        for module in engine.stage.modules():
+            if isinstance(module, gpt.RMSNorm):
+                module.tp_group = None
+    elif mutation == "loss-scale":
+        engine._loss_scale = lambda micro_batches: 1
+    elif mutation == "tied-sum":
+        engine._reduce_tied = lambda: None
     before, entropy = engine.logprobs(batch, entropy=True)
     metrics = [engine.update(batch, policy_gradient) for _ in range(steps)]
     after, _ = engine.logprobs(batch)
@@ -99,9 +118,20 @@ def test_one_response_over_two_ranks_of_which_one_is_empty() -> None:
     check(tiny_model("mistral", tied=tied, layers=4), layout, world, batch, dict(max_tokens=64), temperature=1.0)
 
 
-def check(folder, layout, world, batch, options, temperature) -> None:
+@pytest.mark.parametrize("mutation, name", [
+    ("re-arming", "pp2"), ("norm-sum", "tp2-sp"), ("loss-scale", "dp2-zero1"), ("marks", "tp2"), ("tied-sum", "pp2-tied"),
+])  # fmt: skip
+def test_comparison_catches_a_mend_taken_out(mutation: str, name: str) -> None:
+    """Each of these faults trains on without a word; the comparison above must fail on it."""
+    layout, world, tied = parallel(name)
+    folder = tiny_model("qwen3", tied=tied, layers=4)
+    with pytest.raises(AssertionError):
+        check(folder, layout, world, random_batch(), dict(max_tokens=48), temperature=1.0, mutation=mutation)
+
+
+def check(folder, layout, world, batch, options, temperature, mutation="") -> None:
     before, entropy, after, norms, losses, weights = train_reference(folder, batch, 2, temperature)
-    results = worlds.run(world, run_engine, folder, layout, batch, options, 2, temperature)
+    results = worlds.run(world, run_engine, folder, layout, batch, options, 2, temperature, mutation)
     for result in results:
         torch.testing.assert_close(result["before"], before, atol=2e-5, rtol=1e-5)
         torch.testing.assert_close(result["entropy"], entropy, atol=2e-5, rtol=1e-5)
