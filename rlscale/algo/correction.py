@@ -87,7 +87,7 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, *, optio
                    lower: Sequence[float] | float | None = None) -> tuple[Tensor, dict[str, float]]:
     """Mask of the tokens that stay in the loss: the response mask less what the options reject.
 
-    An option is ``<level>_<statistic>``: ``token``, or the sum, mean or maximum over a sequence's policy tokens (then whole
+    An option is ``<level>_<statistic>``: ``token``, or the sum, mean or worst of a sequence's policy tokens (then whole
     sequences go), of ``k1 = -q``, ``k2 = q^2 / 2`` or ``k3 = exp(q) - 1 - q``. k2 and k3 stay up to ``upper``. For k1 the bounds
     are on the ratio itself: ``lower <= exp(q statistic) <= upper``, ``lower`` default ``1 / upper``.
 
@@ -110,29 +110,22 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, *, optio
             raise ValueError(f"unknown rejection option {option!r}; known: {', '.join(REJECTIONS)}")
         level, kind = option.rsplit("_", 1)
         bounded = q.clamp(-_Q_LIMIT, _Q_LIMIT)
-        per_token = {"k1": -q, "k2": 0.5 * q.square(), "k3": torch.exp(bounded) - 1.0 - bounded}[kind]
-        stat = per_token if level == "token" else spread(_sequence_statistic(per_token, valid, n, cu_seqlens, level), cu_seqlens)
+        stat = {"k1": -q, "k2": 0.5 * q.square(), "k3": torch.exp(bounded) - 1.0 - bounded}[kind]
+        if level in ("seq_sum", "seq_mean"):
+            row = segment_sum(torch.where(valid, stat, stat.new_zeros(())), cu_seqlens)
+            stat = spread(row if level == "seq_sum" else row / n.clamp(min=1.0), cu_seqlens)
         if kind == "k1":
             inside = (-stat <= math.log(high)) & (-stat >= (-math.log(high) if low is None else math.log(low)))
         else:
             inside = stat <= high
+        if level == "seq_max":  # the worst token decides
+            inside = spread(segment_sum((valid & ~inside).to(q.dtype), cu_seqlens) == 0, cu_seqlens)
         keep &= inside
     rejected = valid & ~keep
     rows = segment_sum(rejected.to(q.dtype), cu_seqlens) > 0
     metrics = {"masked_fraction": float(rejected.sum() / n.sum().clamp(min=1.0)),
                "seq_masked_fraction": float(rows.sum() / (n > 0).sum().clamp(min=1))}
     return torch.where(keep, mask, torch.zeros_like(mask)), metrics
-
-
-def _sequence_statistic(x: Tensor, valid: Tensor, n: Tensor, cu_seqlens: Tensor, level: str) -> Tensor:
-    """Sum, mean or maximum of ``x`` over the policy tokens of each sequence. ``[T]`` -> ``[B]``."""
-    if level == "seq_max":
-        row = torch.repeat_interleave(torch.arange(n.numel(), device=x.device), cu_seqlens.diff())
-        lowest = x.new_full((n.numel(),), -torch.inf)
-        top = lowest.scatter_reduce_(0, row, torch.where(valid, x, -torch.inf), "amax")
-        return torch.where(n > 0, top, 0.0)
-    total = segment_sum(torch.where(valid, x, x.new_zeros(())), cu_seqlens)
-    return total if level == "seq_sum" else total / n.clamp(min=1.0)
 
 
 def offpolicy_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> dict[str, float]:
