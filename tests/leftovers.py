@@ -48,7 +48,7 @@ def still_left(find: Callable[[], set[str]], seconds: float) -> list[str]:
 
 
 def _scan(mark: str) -> tuple[dict[int, str], set[int]]:
-    """Command lines of the marked processes; inodes in /dev/shm that others have mapped (a semaphore's name differs)."""
+    """Command lines of marked processes; inodes in /dev/shm that others have mapped (names may differ there)."""
     own: dict[int, str] = {}
     foreign: set[int] = set()
     for folder in Path("/proc").iterdir():
