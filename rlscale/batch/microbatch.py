@@ -10,6 +10,7 @@ that every rank takes part in every collective call.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ from rlscale.batch.balance import balanced_partition
 from rlscale.batch.types import PackedBatch
 
 Cost = Callable[[list[int]], int]  # tokens of a unit, from its rows
-_ACCEPTABLE_IMBALANCE = 1.05  # max / mean over ranks above which groups are divided
+_ACCEPTABLE_IMBALANCE = 1.05  # max / mean over ranks above which groups are cut
 
 
 def pack_by_budget(costs: Sequence[int], budget: int, *, counts: Sequence[int] | None = None,
@@ -114,28 +115,31 @@ def _units(group: list[int], prompt: list[int], response: list[int], max_tokens:
 
 
 def _divide(units: list[list[int]], cost: Cost, num_ranks: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Units (some of them halved) and the unit numbers of each rank; halved while the ranks are uneven and it helps."""
-    def attempt(units: list[list[int]]) -> tuple[int, list[list[int]]]:
-        costs = [cost(u) for u in units]
-        parts = balanced_partition(costs, num_ranks)
-        return max((sum(costs[u] for u in p) for p in parts), default=0), parts
-
-    heaviest, parts = attempt(units)
-    while num_ranks > 1:
-        total = sum(cost(u) for u in units)
+    """Units, the large ones cut where the ranks would be uneven otherwise, and the unit numbers of each rank."""
+    costs = [cost(u) for u in units]
+    total = sum(costs)
+    best: tuple[int, list[list[int]], list[list[int]]] | None = None
+    for pieces_a_rank in (0, 1, 2, 4, 8):  # 0: nothing is cut; else no unit above 1 / pieces_a_rank of a rank's share
+        trial = units if pieces_a_rank == 0 else _cut(units, costs, cost, total / (num_ranks * pieces_a_rank))
+        trial_costs = [cost(u) for u in trial]
+        parts = balanced_partition(trial_costs, num_ranks)
+        heaviest = max(sum(trial_costs[u] for u in p) for p in parts)
+        if best is None or heaviest < best[0]:
+            best = heaviest, trial, parts
         if heaviest * num_ranks <= _ACCEPTABLE_IMBALANCE * total:
             break
-        widest = max((u for u in range(len(units)) if len(units[u]) > 1), key=lambda u: cost(units[u]), default=None)
-        if widest is None:
-            break
-        rows = units[widest]
-        halves = balanced_partition([cost([r]) for r in rows], 2)
-        trial = units[:widest] + units[widest + 1:] + [[rows[k] for k in half] for half in halves]
-        lighter, trial_parts = attempt(trial)
-        if lighter >= heaviest:
-            break
-        units, heaviest, parts = trial, lighter, trial_parts
-    return units, parts
+    assert best is not None
+    return best[1], best[2]
+
+
+def _cut(units: list[list[int]], costs: list[int], cost: Cost, limit: float) -> list[list[int]]:
+    """Units above ``limit`` in even pieces (each of them computes the prompt again)."""
+    out: list[list[int]] = []
+    for rows, total in zip(units, costs, strict=True):
+        pieces = min(len(rows), math.ceil(total / limit)) if total > limit else 1
+        parts = balanced_partition([cost([r]) for r in rows], pieces)
+        out += [[rows[k] for k in part] for part in parts if part]
+    return out
 
 
 def _pack(part: list[int], units: list[list[int]], cost: Cost, max_tokens: int | None,

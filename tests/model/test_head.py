@@ -107,3 +107,29 @@ def test_errors():
         vocab_parallel_logprob_entropy(hidden, weight.float(), targets)
     with pytest.raises(ValueError, match="temperature"):
         vocab_parallel_logprob_entropy(hidden, weight, targets, temperature=0.0)
+
+
+def head_on_ranks(entropy_grad: bool, dtype: str) -> list[float]:
+    """Worst errors of log-prob, entropy and gradients of a vocabulary split over the ranks, padding on the last one."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hidden, weight, targets = inputs(v=32, dtype=getattr(torch, dtype))
+    local = 32 // size
+    a, b = torch.randn(2, 13, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    b = b * entropy_grad
+    want_logp, want_ent = full(hidden, weight, targets, 0.8, 29)
+    want = torch.autograd.grad((want_logp * a).sum() + (want_ent * b).sum(), (hidden, weight))
+    shard = weight.detach()[rank * local:(rank + 1) * local].clone().requires_grad_()
+    logp, ent = vocab_parallel_logprob_entropy(hidden, shard, targets, temperature=0.8, chunk=5, tp_group=dist.group.WORLD,
+                                               vocab_start=rank * local, vocab_real=29, with_entropy=True, entropy_grad=entropy_grad)
+    got = torch.autograd.grad((logp * a).sum() + ((ent * b).sum() if entropy_grad else 0), (hidden, shard))
+    pairs = ((logp, want_logp), (ent, want_ent), (got[0], want[0]), (got[1], want[1][rank * local:(rank + 1) * local]))
+    return [float((x - y).abs().max()) for x, y in pairs]
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_vocabulary_over_ranks(world, size, entropy_grad):
+    for errors in world(size, head_on_ranks, entropy_grad, "float64"):
+        assert max(errors) < 1e-12
