@@ -19,7 +19,18 @@ import torch
 from torch import Tensor
 
 from rlscale.algo.registry import Registry
-from rlscale.algo.segments import check_shapes, compress, cumulative, reverse_scan, segment_sum, spread, whiten
+from rlscale.algo.segments import (
+    check_shapes,
+    compress,
+    cumulative,
+    keep_valid,
+    positive,
+    reverse_scan,
+    row_counts,
+    row_sums,
+    spread,
+    whiten,
+)
 
 ADVANTAGES = Registry("advantage estimator")
 
@@ -40,13 +51,15 @@ class Advantages:
 
 @dataclass
 class Batch:
-    """What the estimators read. ``r``: ``[T]`` float64 rewards, 0 where ``valid`` is false."""
+    """What the estimators read."""
 
-    r: Tensor
+    rewards: Tensor  # [T], anything where ``valid`` is false
     valid: Tensor  # [T] bool: policy tokens of usable sequences
     cu: Tensor  # [B+1]
     group: Tensor  # [B] int64, 0..G-1
     usable: Tensor  # [B] bool: at least one policy token, finite reward
+    outcome: Tensor  # [B] float64: S_i
+    dtype: torch.dtype  # of the result
     values: Tensor | None = None  # [T]
     baselines: Tensor | None = None  # [B]
     components: Tensor | None = None  # [C, B]
@@ -57,12 +70,12 @@ class Batch:
     @cached_property
     def lengths(self) -> Tensor:
         """``[B]`` float64 policy tokens."""
-        return segment_sum(self.valid.double(), self.cu)
+        return row_counts(self.valid, self.cu)
 
     @cached_property
-    def outcome(self) -> Tensor:
-        """``[B]`` float64 ``S_i``."""
-        return segment_sum(self.r, self.cu)
+    def r(self) -> Tensor:
+        """``[T]`` float64 rewards, 0 where ``valid`` is false."""
+        return torch.where(self.valid, self.rewards.double(), 0.0)
 
     @cached_property
     def groups(self) -> int:
@@ -112,9 +125,8 @@ class Batch:
         return kinds[self.group] - (members[cell] == 1).to(x.dtype) <= 1
 
     def to_tokens(self, row: Tensor) -> Tensor:
-        """``[B]`` -> ``[T]``, 0 at tokens that take no part."""
-        tokens = spread(row, self.cu)
-        return torch.where(self.valid, tokens, tokens.new_zeros(()))
+        """``[B]`` finite values -> ``[T]`` in the dtype of the result, 0 at tokens that take no part."""
+        return keep_valid(spread(row.to(self.dtype), self.cu), self.valid)
 
     def discounted(self, gamma: float) -> Tensor:
         """``G_t = r_t + gamma G_next`` over policy tokens (others are no step and no discount). ``[T]``."""
@@ -153,9 +165,9 @@ def estimate_advantages(name: str, *, token_rewards: Tensor, mask: Tensor, cu_se
     kwargs = ADVANTAGES.arguments(name, {"gamma": gamma, "lam": lam, "norm_by_std": norm_by_std}, args)
     if group is None:
         group = torch.arange(rows, device=mask.device)
-    valid = mask > 0
-    r = torch.where(valid, token_rewards.double(), 0.0)
-    finite = torch.isfinite(segment_sum(r, cu_seqlens))
+    valid = positive(mask)
+    outcome = row_sums(token_rewards, valid, cu_seqlens)
+    finite = torch.isfinite(outcome)
     if components is not None:
         finite &= torch.isfinite(components).all(0)
     invalid = (~finite).nonzero().squeeze(1)
@@ -165,12 +177,11 @@ def estimate_advantages(name: str, *, token_rewards: Tensor, mask: Tensor, cu_se
             raise ValueError(message)
         warnings.warn(message + "; they are left out", stacklevel=2)
         valid = valid & spread(finite, cu_seqlens)
-        r = torch.where(valid, r, 0.0)
-    has_tokens = segment_sum(valid.double(), cu_seqlens) > 0
-    batch = Batch(r, valid, cu_seqlens, torch.unique(group, return_inverse=True)[1], finite & has_tokens, values, baselines,
-                  components, old_logprobs, sum_pi_squared, is_weights)
-    advantages, returns = ADVANTAGES.get(name)(batch, **kwargs)
     dtype = token_rewards.dtype if token_rewards.is_floating_point() else torch.float32
+    usable = finite & (row_counts(valid, cu_seqlens) > 0)
+    batch = Batch(token_rewards, valid, cu_seqlens, torch.unique(group, return_inverse=True)[1], usable, outcome, dtype, values,
+                  baselines, components, old_logprobs, sum_pi_squared, is_weights)
+    advantages, returns = ADVANTAGES.get(name)(batch, **kwargs)
     return Advantages(advantages.to(dtype), returns.to(dtype), _group_metrics(batch, invalid), invalid)
 
 
@@ -253,8 +264,7 @@ def reinforce_plus_plus(b: Batch, *, gamma: float = 1.0) -> tuple[Tensor, Tensor
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(b: Batch) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with the group mean as baseline (Hu 2025): ``S - mean``, whitened over the tokens with contrast."""
-    tokens = b.to_tokens(b.centred(b.outcome))
-    tokens = whiten(tokens, b.valid & spread(b.contrast, b.cu))
+    tokens = whiten(spread(b.centred(b.outcome), b.cu), b.valid & spread(b.contrast, b.cu))
     return tokens, tokens
 
 
@@ -262,7 +272,7 @@ def reinforce_plus_plus_baseline(b: Batch) -> tuple[Tensor, Tensor]:
 def remax(b: Batch) -> tuple[Tensor, Tensor]:
     """ReMax (Li et al. 2023): reward to come, less the reward of the greedy response to the same prompt (``baselines``)."""
     returns = b.discounted(1.0)
-    baseline = b.to_tokens(_need(b.baselines, "baselines", "remax").double())
+    baseline = spread(_need(b.baselines, "baselines", "remax").double(), b.cu)
     return torch.where(b.valid, returns - baseline, 0.0), returns
 
 
@@ -310,7 +320,7 @@ def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> 
     a = torch.zeros_like(b.outcome)
     for score, factor in zip(components, factors, strict=True):
         a = a + factor * b.centred(score) / (b.group_std(score) + eps)
-    tokens = whiten(b.to_tokens(a), b.valid & spread(b.contrast, b.cu))
+    tokens = whiten(spread(a, b.cu), b.valid & spread(b.contrast, b.cu))
     return tokens, tokens
 
 

@@ -6,6 +6,7 @@ and nothing depends on how the sequences are ordered or divided, except through 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,8 +38,52 @@ def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(x, "sum", offsets=cu_seqlens)
 
 
+def row_sums(x: Tensor, valid: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum over the valid tokens of each sequence in float64, without gradient. ``x``, ``valid``: ``[T]`` -> ``[B]``.
+
+    On the CPU this is numpy's segmented sum over the product with the mask, several times faster than selecting first; only
+    where a sum is not finite is it taken again over the selected tokens, because NaN times 0 is NaN.
+    """
+    if x.device.type != "cpu" or x.numel() == 0:
+        return segment_sum(torch.where(valid, x.detach().double(), 0.0), cu_seqlens)
+    starts, lengths = cu_seqlens[:-1].numpy(), cu_seqlens.diff().numpy()
+    filled = lengths > 0
+    out = np.zeros(lengths.size)
+    with np.errstate(invalid="ignore"):
+        out[filled] = np.add.reduceat(np.multiply(x.detach().numpy(), valid.numpy()), starts[filled], dtype=np.float64)
+    if not np.isfinite(out).all():
+        selected = np.where(valid.numpy(), x.detach().numpy(), 0)
+        out[filled] = np.add.reduceat(selected, starts[filled], dtype=np.float64)
+    return torch.from_numpy(out)
+
+
+def row_counts(valid: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Valid tokens of each sequence. ``[T]`` bool -> ``[B]`` float64."""
+    if valid.device.type != "cpu" or valid.numel() == 0:
+        return segment_sum(valid.double(), cu_seqlens)
+    filled = cu_seqlens.diff().numpy() > 0
+    out = np.zeros(filled.size)
+    out[filled] = np.add.reduceat(valid.numpy().view(np.uint8), cu_seqlens[:-1].numpy()[filled], dtype=np.int64)
+    return torch.from_numpy(out)
+
+
+def keep_valid(x: Tensor, valid: Tensor) -> Tensor:
+    """``x`` (finite, overwritten) with 0 where ``valid`` is false. ``[T]`` -> ``[T]``."""
+    if x.device.type == "cpu":
+        np.multiply(x.numpy(), valid.numpy(), out=x.numpy())
+        return x
+    return x.mul_(valid)
+
+
+def positive(mask: Tensor) -> Tensor:
+    """``mask > 0``; numpy's comparison is several times faster than torch's on the CPU. ``[T]`` -> ``[T]`` bool."""
+    return torch.from_numpy(mask.detach().numpy() > 0) if mask.device.type == "cpu" else mask > 0
+
+
 def spread(row: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Value of its sequence at each token. ``row``: ``[B]`` -> ``[T]``."""
+    if row.device.type == "cpu" and not row.requires_grad:
+        return torch.from_numpy(np.repeat(row.numpy(), cu_seqlens.diff().numpy()))
     return torch.repeat_interleave(row, cu_seqlens.diff(), output_size=int(cu_seqlens[-1]))
 
 
