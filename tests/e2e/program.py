@@ -20,6 +20,7 @@ from tests import leftovers
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLSCALE_TEST_PROGRAM"
 SCORERS = "tests/e2e/scorers.py"
+PATIENCE = float(os.environ.get("RLSCALE_TEST_PATIENCE", "1"))  # factor of all time limits, for a busy machine
 GONE_WITHIN = 5.0  # seconds after the program's end that its processes and shared memory have to be gone
 
 
@@ -96,7 +97,7 @@ class Program:
     def wait(self, limit: float) -> Ended:
         """The ended program. Raises TimeoutError with its output after ``limit`` seconds."""
         try:
-            status = self.process.wait(limit)
+            status = self.process.wait(limit * PATIENCE)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the program still runs after {limit:.0f} s:\n{self.output[-6000:]}") from None
         seconds = time.monotonic() - self.started
@@ -106,7 +107,7 @@ class Program:
     def wait_for_step(self, step: int, limit: float) -> None:
         """Return when the metrics of a step have been written."""
         file = self.folder / "metrics.jsonl"
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + limit * PATIENCE
         while not (file.exists() and f'"step": {step},' in file.read_text()):
             if self.process.poll() is not None:
                 raise RuntimeError(f"the program ended before step {step}:\n{self.output[-6000:]}")
