@@ -19,21 +19,19 @@ def configure(path: str, overrides: list[str], world: int) -> tuple[Config, Mode
     from rlscale.algo.kl import names as kl_names
     from rlscale.algo.policy_loss import POLICY_LOSSES
 
-    cfg = load(path, overrides)
     registries = {
         "algorithm.adv_estimator": ADVANTAGES.names(),
         "algorithm.kl_penalty": kl_names(),
         "actor.kl_loss_type": kl_names(),
         "actor.policy_loss": POLICY_LOSSES.names(),
     }
-    found = [v.message for v in find_violations(cfg, world, registries=registries)]
+    cfg = load(path, overrides, world_size=world, registries=registries)
     try:
         spec = ModelSpec.from_hf(cfg.model.path)
     except (ValueError, OSError) as error:
-        if not any("model.path" in message for message in found):
-            found.append(f"model.path: {error}")
+        found = [f"model.path: {error}"]
     else:
-        found = [v.message for v in find_violations(cfg, world, spec=spec, registries=registries)]
+        found = [v.message for v in find_violations(cfg, world, spec=spec)]
         window = spec.sliding_window
         longest = cfg.data.max_prompt_length + cfg.data.max_response_length
         if window is not None and window < longest:

@@ -1,7 +1,7 @@
 """From a configuration to the loss functions of the engines: the only place where options, algorithms and batches meet.
 
 A loss function sees one micro-batch and returns a sum weighted by `PackedBatch.weights`, which were made from the counts
-of the whole mini-batch, and sums for the log (see `rlscale.observe.metrics`), so that any division adds up to the same.
+of the whole mini-batch, and sums for the log (see `rlscale.loop.report`), so that any division adds up to the same.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from rlscale.data.tokenizers import eos_token_ids, load_tokenizer
 from rlscale.model.arch import ModelSpec
 from rlscale.observe.progress import Progress
 from rlscale.observe.writers import RunWriter
-from rlscale.reward.pool import RewardPool
+from rlscale.reward.pool import RewardPool, targets_of
 from rlscale.rollout.engine import Rollout
 from rlscale.train.engine import Batching, Engine
 
@@ -76,13 +76,15 @@ def build(cfg: Config, device: Device) -> Run:
     spec = ModelSpec.from_hf(cfg.model.path)
     seed = cfg.trainer.seed
     data = PromptData(cfg.data.train, cfg.data, tokenizer, cfg.data.train_batch_size, seed, cfg.data.shuffle)
-    val = PromptData(cfg.data.val, cfg.data, tokenizer, None, seed, False) if cfg.data.val else None
+    val = PromptData(cfg.data.val, cfg.data, tokenizer, None, seed, False, "data.val") if cfg.data.val else None
     steps = planned_steps(cfg, len(data))
     dtype = DTYPES[cfg.model.dtype]
     common: dict[str, Any] = dict(device=device, dtype=dtype, seed=seed)
     writer = RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank)  # first: it sets the files of an earlier run aside
     prompts = data.all() + (val.all() if val else [])
-    pool = RewardPool(cfg.reward, {p.scorer for p in prompts}) if is_leader(cfg, device) else None
+    scorers = {p.scorer for p in prompts}
+    targets_of(cfg.reward, scorers)  # on every rank, so that all refuse a bad scorer alike
+    pool = RewardPool(cfg.reward, scorers) if is_leader(cfg, device) else None
     rollout = Rollout(cfg, device, cfg.trainer.run_dir, tokenizer=tokenizer, eos_ids=eos_token_ids(cfg.model.path, tokenizer))
     try:
         actor_steps = optimizer_steps(cfg, steps, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs)

@@ -59,14 +59,47 @@ def block_bias(block: Block, dtype: torch.dtype, device: torch.device) -> Tensor
 
 def dense_block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     """Masked softmax attention of one block. q: [L, H, D]; k, v: [L, G, D]; bias: [L, L]. Returns [L, H, D]."""
-    length, heads, dim = q.shape
-    groups = k.shape[1]
-    per = heads // groups
-    q = (q * scale).view(length, groups, per, dim).permute(1, 2, 0, 3).reshape(groups, per * length, dim)
-    scores = torch.bmm(q, k.permute(1, 2, 0)).view(groups, per, length, length) + bias
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype).view(groups, per * length, length)
-    out = torch.bmm(weights, v.transpose(0, 1))
-    return out.view(groups, per, length, dim).permute(2, 0, 1, 3).reshape(length, heads, dim)
+    return _DenseBlock.apply(q, k, v, bias, scale)
+
+
+class _DenseBlock(torch.autograd.Function):
+    """Softmax in fp32, but only its rounded weights are kept for the backward: a third of what autograd would keep."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        length, heads, dim = q.shape
+        groups = k.shape[1]
+        query = _by_group(q * scale, groups)
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        scores = torch.bmm(query, keys.transpose(1, 2)).view(groups, -1, length, length) + bias
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype).view(groups, -1, length)
+        ctx.save_for_backward(query, keys, values, weights)
+        ctx.scale = scale
+        return _by_head(torch.bmm(weights, values), length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, keys, values, weights = ctx.saved_tensors
+        length, groups = keys.shape[1], keys.shape[0]
+        grad = _by_group(grad, groups)
+        to_values = torch.bmm(weights.transpose(1, 2), grad)
+        inner = torch.bmm(grad, values.transpose(1, 2)).float() * weights
+        to_scores = (inner - weights * inner.sum(-1, keepdim=True)).to(query.dtype)
+        to_query = torch.bmm(to_scores, keys) * ctx.scale
+        to_keys = torch.bmm(to_scores.transpose(1, 2), query)
+        return _by_head(to_query, length), to_keys.transpose(0, 1), to_values.transpose(0, 1), None, None
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[L, H, D] -> [G, H/G * L, D]: the heads that share keys, one after the other."""
+    length, heads, dim = x.shape
+    return x.reshape(length, groups, heads // groups, dim).permute(1, 2, 0, 3).reshape(groups, -1, dim)
+
+
+def _by_head(x: Tensor, length: int) -> Tensor:
+    """The inverse of `_by_group`."""
+    groups, _, dim = x.shape
+    return x.view(groups, -1, length, dim).permute(2, 0, 1, 3).reshape(length, -1, dim)
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Tensor:

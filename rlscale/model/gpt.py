@@ -54,7 +54,31 @@ class RMSNorm(nn.Module):
         weight = self.weight
         if self.tp_group is not None:
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        return F.rms_norm(x, (x.shape[-1],), weight, self.eps) if x.is_cuda else _RMSNorm.apply(x, weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm on the CPU that keeps its input and one number a token, where torch's keeps several fp32 copies.
+
+    Arithmetic in fp32, rounded before the weight as transformers does it. Backward: with ``n = x / rms`` and ``h = g w``,
+    ``dx = (h - n mean(h n)) / rms`` and ``dw = sum g n``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed, grad = x.float() * inverse, grad.float()
+        to_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        scaled = grad * weight
+        to_x = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * inverse
+        return to_x.to(x.dtype), to_weight, None
 
 
 class HeadNorm(RMSNorm):
@@ -140,7 +164,11 @@ class Stage(nn.Module):
 
 
 def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_parallel: bool, recompute: bool) -> Any:
-    """Megatron's configuration of this model. Every fusion is off: they need CUDA extensions this project does not ask for."""
+    """Megatron's configuration of this model.
+
+    The fused activation is on, because its autograd function keeps its input only; without CUDA it is plain torch. The other
+    fusions need CUDA extensions that this project does not ask for.
+    """
     config = TransformerConfig(
         num_layers=spec.num_layers, hidden_size=spec.hidden, ffn_hidden_size=spec.ffn, kv_channels=spec.head_dim,
         num_attention_heads=spec.heads, num_query_groups=spec.kv_heads, layernorm_epsilon=spec.norm_eps,
@@ -148,7 +176,7 @@ def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_pa
         sequence_parallel=sequence_parallel, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias, qk_layernorm=spec.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
-        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
+        bias_activation_fusion=True, bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
         gradient_accumulation_fusion=False, persist_layer_norm=False, moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=True, perform_initialization=False, variable_seq_lengths=mesh.dims.pp > 1,
         batch_p2p_comm=False, deallocate_pipeline_outputs=False,
