@@ -226,6 +226,7 @@ class Rollout:
             from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
             self._engine_call("init_weight_transfer_engine", WeightTransferInitRequest(init_info={"workers": workers}))
+            self._check_workers()
 
         self._together(connect, "connecting the engine's workers")
         self.buckets.mapped()
@@ -243,10 +244,16 @@ class Rollout:
 
     def _close_update(self) -> None:
         self._engine_call("finish_weight_update")
+        self._check_workers()
         if self.asleep:
             self._engine_call("wake_up", ["kv_cache"])
         if not self._engine_call("reset_prefix_cache"):
             raise RuntimeError("the prefix cache could not be reset")
+
+    def _check_workers(self) -> None:
+        problems = [f"worker {k}: {problem}" for k, problem in enumerate(self._rpc("rlscale_update_problem")) if problem]
+        if problems:
+            raise RuntimeError(f"rank {self.device.rank}: {'; '.join(problems)}")
 
     def _needed(self, number: int) -> bool:
         assert self.buckets is not None
@@ -260,8 +267,6 @@ class Rollout:
             step(*args)
         except Exception as error:
             errors.append(str(error))
-            if self.host.engine is not None and not self.host.engine.errored:
-                self._rpc("rlscale_abandon_update")
 
     def sleep(self) -> None:
         """Give the engines' device memory to the trainer until the next `sync` (or `wake`).

@@ -77,10 +77,10 @@ class EngineHost:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            logging.getLogger("vllm").setLevel(logging.ERROR)  # of this process only
             config = AsyncEngineArgs(**engine_arguments(self.cfg, self.device)).create_engine_config()
             config.lifeline = Lifeline(os.getpid(), pinned_cores(self.cfg, self.device))
             self.engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # in this process; the engine's own go to the log
 
     async def _warm_up(self) -> None:
         """What fails only when tokens are generated (an unsupported head size) shall fail now."""
@@ -91,6 +91,7 @@ class EngineHost:
         async for _ in self.engine.generate(tokens_input([0, 0, 0]), params, request_id="warm-up"):
             pass
         await self.engine.reset_prefix_cache()
+        await self.engine.collective_rpc("rlscale_unlink_shared_memory")
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
         """Run ``work`` to its end.

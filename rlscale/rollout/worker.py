@@ -8,10 +8,13 @@ fused parameter, and packs a module as soon as the module is complete. What goes
 from __future__ import annotations
 
 import base64
+import contextlib
+import glob
 import os
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -217,34 +220,56 @@ class Round(WeightTransferUpdateInfo):
 
 
 class ShardTransfer(WeightTransferEngine[Mailbox, Round]):
-    """vLLM's weight-transfer backend ``rlscale``."""
+    """vLLM's weight-transfer backend ``rlscale``.
+
+    Nothing raises here: vLLM's executor reads the answers of several workers only up to the first error, and would take the
+    rest for answers to its next call. What goes wrong is kept in ``problem``, which the trainer asks for after each update.
+    """
 
     init_info_cls = Mailbox
     update_info_cls = Round
     supports_draft_weight_update = False
 
     writer: ShardWriter | None = None
+    problem = ""
 
     def init_transfer_engine(self, init_info: Mailbox) -> None:
-        mine = init_info.workers[self.parallel_config.rank]
-        self.buffers = [open_memory(memory, self.device) for memory in mine["buffers"]]
-        self.rounds = mine["rounds"]
-        self.writer = self.writer or ShardWriter(self.model)
+        self.problem = ""
+        with self._reporting():
+            mine = init_info.workers[self.parallel_config.rank]
+            self.buffers = [open_memory(memory, self.device) for memory in mine["buffers"]]
+            self.rounds = mine["rounds"]
+            self.writer = self.writer or ShardWriter(self.model)
 
     def start_weight_update(self) -> None:
-        assert self.writer is not None
-        self.writer.begin()
+        self.problem = ""
+        with self._reporting():
+            assert self.writer is not None, "init_weight_transfer_engine comes first"
+            self.writer.begin()
 
     def receive_weights(self, update_info: Round) -> None:
-        assert self.writer is not None
-        buffer = self.buffers[update_info.number % len(self.buffers)]
-        for key, name, at, shape, offset, nbytes, dtype in self.rounds[update_info.number]:
-            values = buffer[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
-            self.writer.write(key, name, tuple(slice(lo, hi) for lo, hi in at), values)
+        if self.problem:
+            return
+        with self._reporting():
+            assert self.writer is not None
+            buffer = self.buffers[update_info.number % len(self.buffers)]
+            for key, name, at, shape, offset, nbytes, dtype in self.rounds[update_info.number]:
+                values = buffer[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
+                self.writer.write(key, name, tuple(slice(lo, hi) for lo, hi in at), values)
 
     def finish_weight_update(self) -> None:
-        assert self.writer is not None
-        self.writer.finish()
+        if self.problem:
+            return
+        with self._reporting():
+            assert self.writer is not None
+            self.writer.finish()
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
 
     def shutdown(self) -> None:
         self.buffers = []
@@ -269,12 +294,15 @@ class WorkerExtension:
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         return [target.describe() for target in targets(model)]
 
-    def rlscale_pid(self) -> int:
-        return os.getpid()
+    def rlscale_unlink_shared_memory(self) -> None:
+        """Take the names of the files through which CPU workers talk; they are mapped, and would outlive a killed engine."""
+        if identity := os.environ.get("VLLM_DIST_IDENT"):
+            for path in Path("/dev/shm").glob(f"{glob.escape(identity)}-*"):
+                path.unlink(missing_ok=True)
 
-    def rlscale_abandon_update(self) -> None:
-        """Make a new update possible after one that failed half-way."""
-        self._weight_update_active = False
+    def rlscale_update_problem(self) -> str:
+        """What went wrong in the last update (or in connecting); empty if nothing."""
+        return self.weight_transfer_engine.problem  # type: ignore[attr-defined]
 
 
 def _without_ranks(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
