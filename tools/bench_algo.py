@@ -3,8 +3,8 @@
 
     tools/bench_algo.py [--repeat N] [--only advantages,partition,packing,head]
 
-The plain versions are written here for the comparison: advantages on padded ``[B, L]`` tensors, Karmarkar-Karp in Python,
-full logits. One thread. Each pair is run alternately and the least time of each is taken.
+The plain versions are written here for the comparison: advantages on padded ``[B, L]`` tensors, Karmarkar-Karp in
+Python, full logits. One thread. Each pair is run alternately and the least time of each is taken.
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ def machine() -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        name = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), name)
+        name = next(
+            (line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")),
+            name,
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB, load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, torch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB, load {os.getloadavg()[0]:.1f}; {versions}"
 
 
 def least(functions: list[Callable[[], object]], repeat: int) -> list[float]:
@@ -118,15 +122,24 @@ def bench_advantages(repeat: int) -> None:
     p_rewards, p_values, p_mask = padded(rewards), padded(values), padded(mask)
 
     def ours(name: str) -> Tensor:
-        return estimate_advantages(name, token_rewards=rewards, mask=mask, cu_seqlens=cu, group=group, values=values, gamma=0.99,
-                                   lam=0.95).advantages
+        return estimate_advantages(
+            name, token_rewards=rewards, mask=mask, cu_seqlens=cu, group=group, values=values, gamma=0.99, lam=0.95
+        ).advantages
 
-    plain = {"gae": lambda: padded_gae(p_rewards, p_values, p_mask, 0.99, 0.95), "grpo": lambda: padded_grpo(p_rewards, p_mask, group),
-             "reinforce_plus_plus": lambda: padded_returns(p_rewards, p_mask, 0.99)}
+    plain = {
+        "gae": lambda: padded_gae(p_rewards, p_values, p_mask, 0.99, 0.95),
+        "grpo": lambda: padded_grpo(p_rewards, p_mask, group),
+        "reinforce_plus_plus": lambda: padded_returns(p_rewards, p_mask, 0.99),
+    }
     for name, f in plain.items():
         torch.testing.assert_close(f().view(-1)[at], ours(name), rtol=1e-3, atol=1e-3)
         a, b = least([f, lambda name=name: ours(name)], repeat)
-        line(f"advantages {name}, {t:,} tokens", f"{a * 1e3:.1f} ms", f"{b * 1e3:.1f} ms", f"{a / b:.1f}x faster (needed 5x)")
+        line(
+            f"advantages {name}, {t:,} tokens",
+            f"{a * 1e3:.1f} ms",
+            f"{b * 1e3:.1f} ms",
+            f"{a / b:.1f}x faster (needed 5x)",
+        )
 
 
 # --- partition and packing ------------------------------------------------------------------------------------------
@@ -148,13 +161,21 @@ def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
 def bench_partition(repeat: int) -> None:
     """16,384 sequences over 64 ranks."""
     rng = np.random.default_rng(0)
-    for kind, costs in (("lognormal", rng.lognormal(6.5, 1.0, 16384).clip(16, 8192)), ("uniform", rng.uniform(1, 8192, 16384))):
-        costs = costs.astype(np.int64).tolist()
-        result: dict[str, list[list[int]]] = {}
-        times = least([lambda: result.update(kk=karmarkar_karp(costs, 64)), lambda: result.update(own=balanced_partition(costs, 64))], min(repeat, 2))
-        heavy = {k: max(sum(costs[i] for i in p) for p in parts) / (sum(costs) / 64) for k, parts in result.items()}
-        verdict = f"{times[0] / times[1]:.1f}x faster (needed 10x); max/mean {heavy['own']:.7f} against {heavy['kk']:.7f}"
-        line(f"partition 16,384 / 64, {kind}", f"{times[0] * 1e3:.0f} ms", f"{times[1] * 1e3:.0f} ms", verdict)
+    draws = {"lognormal": rng.lognormal(6.5, 1.0, 16384).clip(16, 8192), "uniform": rng.uniform(1, 8192, 16384)}
+    for kind, drawn in draws.items():
+        costs: list[int] = drawn.astype(np.int64).tolist()
+        found: dict[str, list[list[int]]] = {}
+
+        def plain(costs: list[int] = costs, found: dict[str, list[list[int]]] = found) -> None:
+            found["kk"] = karmarkar_karp(costs, 64)
+
+        def ours(costs: list[int] = costs, found: dict[str, list[list[int]]] = found) -> None:
+            found["own"] = balanced_partition(costs, 64)
+
+        a, b = least([plain, ours], min(repeat, 2))
+        heavy = {k: max(sum(costs[i] for i in p) for p in parts) / (sum(costs) / 64) for k, parts in found.items()}
+        verdict = f"{a / b:.1f}x faster (needed 10x); max/mean {heavy['own']:.7f} against {heavy['kk']:.7f}"
+        line(f"partition 16,384 / 64, {kind}", f"{a * 1e3:.0f} ms", f"{b * 1e3:.0f} ms", verdict)
 
 
 def bench_packing(repeat: int) -> None:
@@ -164,9 +185,15 @@ def bench_packing(repeat: int) -> None:
         costs = rng.lognormal(6.5, 1.0, 16384).clip(16, 8192).astype(np.int64).tolist()
         bound = -(-sum(costs) // budget)
         found: list[list[list[int]]] = []
-        (seconds,) = least([lambda budget=budget, costs=costs, found=found: found.append(pack_by_budget(costs, budget))], 1)
-        line(f"packing 16,384 into {budget:,} tokens", f"{bound} (bound)", f"{len(found[0])}", f"{100 * (len(found[0]) / bound - 1):.2f}% above (needed 2%), "
-             f"{seconds * 1e3:.0f} ms")
+        (seconds,) = least(
+            [lambda budget=budget, costs=costs, found=found: found.append(pack_by_budget(costs, budget))], 1
+        )
+        line(
+            f"packing 16,384 into {budget:,} tokens",
+            f"{bound} (bound)",
+            f"{len(found[0])}",
+            f"{100 * (len(found[0]) / bound - 1):.2f}% above (needed 2%), {seconds * 1e3:.0f} ms",
+        )
 
 
 # --- head -----------------------------------------------------------------------------------------------------------
@@ -204,7 +231,9 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, targets.unsqueeze(1)).squeeze(1)
 
 
-def bench_head(repeat: int, dtype: torch.dtype, chunk: int, hidden_size: int = 576, vocabulary: int = 151_936, tokens: int = 2048) -> None:
+def bench_head(
+    repeat: int, dtype: torch.dtype, chunk: int, hidden_size: int = 576, vocabulary: int = 151_936, tokens: int = 2048
+) -> None:
     """Forward and backward with both gradients; extra memory without the gradients themselves, which both return."""
     torch.manual_seed(0)
     hidden = torch.randn(tokens, hidden_size).to(dtype).requires_grad_()
@@ -229,9 +258,18 @@ def bench_head(repeat: int, dtype: torch.dtype, chunk: int, hidden_size: int = 5
         with Peak() as peak:
             f()
         memory.append(max(peak.extra - returned, 1))
-    line(f"head {vocabulary:,} x {tokens:,}, {str(dtype)[6:]}, time", f"{a:.2f} s", f"{b:.2f} s", f"{b / a:.2f}x the time (needed 1.2x), chunk {chunk}")
-    line(f"head {vocabulary:,} x {tokens:,}, {str(dtype)[6:]}, memory", f"{memory[0] / 2**20:.0f} MiB", f"{memory[1] / 2**20:.0f} MiB",
-         f"1/{memory[0] / memory[1]:.1f} of the memory (needed 1/8)")
+    line(
+        f"head {vocabulary:,} x {tokens:,}, {str(dtype)[6:]}, time",
+        f"{a:.2f} s",
+        f"{b:.2f} s",
+        f"{b / a:.2f}x the time (needed 1.2x), chunk {chunk}",
+    )
+    line(
+        f"head {vocabulary:,} x {tokens:,}, {str(dtype)[6:]}, memory",
+        f"{memory[0] / 2**20:.0f} MiB",
+        f"{memory[1] / 2**20:.0f} MiB",
+        f"1/{memory[0] / memory[1]:.1f} of the memory (needed 1/8)",
+    )
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Run the algorithm library on golden numeric cases: ``tools/oracle.py FILE.json...``.
 
-A file holds ``{"family": ..., "cases": [...]}``; a case ``{name, function, params, inputs, expected, dtype, rtol, atol, tags}``. A
-value passes if ``|got - expected| <= atol + rtol |expected|``. One line is printed for each family and function, with the worst
-error as a share of its tolerance, then one line for each mismatch; the exit status is 1 if there is any.
+A file holds ``{"family": ..., "cases": [...]}``; a case ``{name, function, params, inputs, expected, dtype, rtol,
+atol, tags}``. A value passes if ``|got - expected| <= atol + rtol |expected|``. One line is printed for each family
+and function, with the worst error as a share of its tolerance, then one line for each mismatch; the exit status is 1
+if there is any.
 
-Counted apart: cases tagged ``singleton_group`` that expect the raw score for a group of one, where this library answers 0
-(the other rows are still checked where the estimator treats rows apart), and functions of other rooms (scorers, parsers).
+Counted apart: cases tagged ``singleton_group`` that expect the raw score for a group of one, where this library
+answers 0 (the other rows are still checked where the estimator treats rows apart), and functions of other rooms
+(scorers, parsers).
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlscale.algo.advantages import Advantages, estimate_advantages  # noqa: E402
-from rlscale.algo.correction import importance_weights, offpolicy_metrics, rejection_mask  # noqa: E402
-from rlscale.algo.entropy import logprob_entropy_from_logits  # noqa: E402
-from rlscale.algo.kl import AdaptiveKL, FixedKL, kl, kl_loss  # noqa: E402
-from rlscale.algo.pass_at_k import maj_at_k, pass_at_k  # noqa: E402
-from rlscale.algo.policy_loss import finish_metrics, policy_loss  # noqa: E402
-from rlscale.algo.preference import bradley_terry, dpo, pair_weights, supervised_targets, token_cross_entropy  # noqa: E402
-from rlscale.algo.reward_shaping import kl_in_reward, overlong_penalty, place_rewards, response_lengths  # noqa: E402
-from rlscale.algo.segments import whiten  # noqa: E402
-from rlscale.algo.value_loss import value_loss  # noqa: E402
-from rlscale.batch.balance import balanced_partition  # noqa: E402
-from rlscale.batch.microbatch import pack_by_budget  # noqa: E402
-from rlscale.batch.weights import MODES, loss_weights  # noqa: E402
+from rlscale.algo.advantages import Advantages, estimate_advantages
+from rlscale.algo.correction import importance_weights, offpolicy_metrics, rejection_mask
+from rlscale.algo.entropy import logprob_entropy_from_logits
+from rlscale.algo.kl import AdaptiveKL, FixedKL, kl, kl_loss
+from rlscale.algo.pass_at_k import maj_at_k, pass_at_k
+from rlscale.algo.policy_loss import finish_metrics, policy_loss
+from rlscale.algo.preference import bradley_terry, dpo, pair_weights, supervised_targets, token_cross_entropy
+from rlscale.algo.reward_shaping import kl_in_reward, overlong_penalty, place_rewards, response_lengths
+from rlscale.algo.segments import whiten
+from rlscale.algo.value_loss import value_loss
+from rlscale.batch.balance import balanced_partition
+from rlscale.batch.microbatch import pack_by_budget
+from rlscale.batch.weights import MODES, loss_weights
 
 OTHER_ROOMS = {"gsm8k_score", "boxed_answer", "tool_call"}
 SEPARATE_ROWS = {"grpo", "rloo", "opo", "optimal_token_baseline", "tir_optimal_token_baseline"}
@@ -46,7 +48,9 @@ SEPARATE_ROWS = {"grpo", "rloo", "opo", "optimal_token_baseline", "tir_optimal_t
 
 @dataclass
 class Answer:
-    """``values`` are compared with the expected ones of the same name; ``checks`` must all be true; ``ignore``: not outputs."""
+    """``values`` are compared with the expected ones of the same name; ``checks`` must all be true; ``ignore``: not
+    outputs.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     checks: dict[str, bool] = field(default_factory=dict)
@@ -87,9 +91,14 @@ class Case:
 
     def weights(self, mask: Tensor, mode: str | None = None, counts: bool = True) -> Tensor:
         p = self.params
-        return loss_weights(mask, self.cu, mode or p.get("loss_agg_mode", "token-mean"), scale_factor=p.get("loss_scale_factor") or self.width,
-                            num_tokens=p.get("batch_num_tokens") if counts else None,
-                            num_sequences=p.get("global_batch_size") if counts else None)
+        return loss_weights(
+            mask,
+            self.cu,
+            mode or p.get("loss_agg_mode", "token-mean"),
+            scale_factor=p.get("loss_scale_factor") or self.width,
+            num_tokens=p.get("batch_num_tokens") if counts else None,
+            num_sequences=p.get("global_batch_size") if counts else None,
+        )
 
 
 def _number(x: Any) -> float:
@@ -104,22 +113,38 @@ def _advantages(c: Case, name: str, **kwargs: Any) -> Advantages:
     group = torch.tensor(c.inputs["group"]) if "group" in c.inputs else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return estimate_advantages(name, token_rewards=torch.zeros_like(mask) if rewards is None else rewards, mask=mask,
-                                   cu_seqlens=c.cu, group=group, **kwargs)
+        return estimate_advantages(
+            name,
+            token_rewards=torch.zeros_like(mask) if rewards is None else rewards,
+            mask=mask,
+            cu_seqlens=c.cu,
+            group=group,
+            **kwargs,
+        )
 
 
 def run_outcome(c: Case, name: str) -> Answer:
     kwargs = {k: c.params[k] for k in ("norm_by_std", "gamma", "eps") if k in c.params}
     a = _advantages(c, name, **kwargs)
-    return Answer({"advantages": c.nested(a.advantages), "returns": c.nested(a.returns),
-                   "invalid_rewards": a.metrics["invalid_rewards"]})
+    return Answer(
+        {
+            "advantages": c.nested(a.advantages),
+            "returns": c.nested(a.returns),
+            "invalid_rewards": a.metrics["invalid_rewards"],
+        }
+    )
 
 
 def run_gae(c: Case, name: str) -> Answer:
     p = {"values": c.flat("values"), "gamma": c.params["gamma"], "lam": c.params["lam"]}
     raw = _advantages(c, name, **p, whiten_advantages=False)
-    return Answer({"advantages": c.nested(_advantages(c, name, **p).advantages), "advantages_raw": c.nested(raw.advantages),
-                   "returns": c.nested(raw.returns)})
+    return Answer(
+        {
+            "advantages": c.nested(_advantages(c, name, **p).advantages),
+            "advantages_raw": c.nested(raw.advantages),
+            "returns": c.nested(raw.returns),
+        }
+    )
 
 
 def run_remax(c: Case, name: str) -> Answer:
@@ -136,17 +161,29 @@ def run_gdpo(c: Case, name: str) -> Answer:
 
 
 def run_token_baseline(c: Case, name: str) -> Answer:
-    a = _advantages(c, name, old_logprobs=c.flat("old_log_probs"), sum_pi_squared=c.flat("sum_pi_squared"),
-                    is_weights=c.optional("rollout_is_weights"), epsilon=c.params["epsilon"],
-                    handle_zero_tail=c.params["handle_zero_tail"])
+    a = _advantages(
+        c,
+        name,
+        old_logprobs=c.flat("old_log_probs"),
+        sum_pi_squared=c.flat("sum_pi_squared"),
+        is_weights=c.optional("rollout_is_weights"),
+        epsilon=c.params["epsilon"],
+        handle_zero_tail=c.params["handle_zero_tail"],
+    )
     return Answer({"advantages": c.nested(a.advantages), "returns": c.nested(a.returns)})
 
 
 def run_loo_std(c: Case, name: str) -> Answer:
     rewards = torch.tensor(c.inputs["rewards"], dtype=c.dtype)
     n = rewards.numel()
-    a = estimate_advantages("rloo", token_rewards=rewards, mask=torch.ones_like(rewards), cu_seqlens=torch.arange(n + 1),
-                            group=torch.zeros(n, dtype=torch.int64), norm_by_loo_std=True)
+    a = estimate_advantages(
+        "rloo",
+        token_rewards=rewards,
+        mask=torch.ones_like(rewards),
+        cu_seqlens=torch.arange(n + 1),
+        group=torch.zeros(n, dtype=torch.int64),
+        norm_by_loo_std=True,
+    )
     return Answer({"advantages": a.advantages.tolist()})
 
 
@@ -164,20 +201,38 @@ def run_whiten(c: Case, name: str) -> Answer:
 def run_policy(c: Case, name: str) -> Answer:
     modes = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
     weights = c.weights(c.mask, modes.get(name))
-    own = {k: v for k, v in c.params.items() if k not in ("loss_agg_mode", "loss_scale_factor", "batch_num_tokens",
-                                                          "global_batch_size", "null_means")}
+    own = {
+        k: v
+        for k, v in c.params.items()
+        if k not in ("loss_agg_mode", "loss_scale_factor", "batch_num_tokens", "global_batch_size", "null_means")
+    }
     logp = c.flat("log_prob").requires_grad_()
 
     def loss(mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return policy_loss(name, logprobs=logp, old_logprobs=c.flat("old_log_prob"), advantages=c.flat("advantages"), mask=mask,
-                           weights=weights, cu_seqlens=c.cu, is_weights=c.optional("rollout_is_weights"), **own)
+        return policy_loss(
+            name,
+            logprobs=logp,
+            old_logprobs=c.flat("old_log_prob"),
+            advantages=c.flat("advantages"),
+            mask=mask,
+            weights=weights,
+            cu_seqlens=c.cu,
+            is_weights=c.optional("rollout_is_weights"),
+            **own,
+        )
 
     value, sums = loss(c.mask)
     (grad,) = torch.autograd.grad(value, logp)
     metrics = finish_metrics(sums)
-    values = {"loss": value, "grad_log_prob": c.nested(grad), "clipfrac": metrics.get("pg_clipfrac"),
-              "clipfrac_lower": metrics.get("pg_clipfrac_lower"), "ppo_kl": metrics["ppo_kl"],
-              "mean_abs_log_ratio": metrics.get("mean_abs_log_ratio"), "seq_ratio": metrics.get("seq_ratio")}
+    values = {
+        "loss": value,
+        "grad_log_prob": c.nested(grad),
+        "clipfrac": metrics.get("pg_clipfrac"),
+        "clipfrac_lower": metrics.get("pg_clipfrac_lower"),
+        "ppo_kl": metrics["ppo_kl"],
+        "mean_abs_log_ratio": metrics.get("mean_abs_log_ratio"),
+        "seq_ratio": metrics.get("seq_ratio"),
+    }
     if "micro_batches" in c.inputs:
         values["micro_batch_values"] = [loss(c.mask * c.row_mask(rows))[0] for rows in c.inputs["micro_batches"]]
     return Answer(values)
@@ -205,7 +260,7 @@ def run_agg(c: Case, name: str) -> Answer:
         (grad,) = torch.autograd.grad(sum(values.values()), loss)
         checks = {"grad_at_masked": bool((grad[mask == 0] == c.expected.get("grad_at_masked", 0.0)).all())}
         if "value" in c.expected:
-            checks |= {m: float(v) == c.expected["value"] for m, v in values.items()}
+            checks |= {m: v.item() == c.expected["value"] for m, v in values.items()}
             values = {}
         return Answer(values | {"grad": c.nested(grad)}, checks, {"grad_at_masked", "value"})
     value = total(mask)
@@ -238,33 +293,57 @@ def run_kl_penalty(c: Case, name: str) -> Answer:
         return Answer({"loss": loss, "grad_log_prob": c.nested(torch.autograd.grad(loss, logp)[0])})
     value = kl(c.params["kind"], logp, ref)
     (grad,) = torch.autograd.grad(value.sum(), logp)
-    return Answer({"value": c.nested(value), "grad_log_prob": c.nested(grad), "value_finite": bool(value.isfinite().all()),
-                   "grad_finite": bool(grad.isfinite().all()), "grad_nonzero": bool((grad != 0).all()),
-                   "grad_sign": c.nested(grad.sign())})
+    return Answer(
+        {
+            "value": c.nested(value),
+            "grad_log_prob": c.nested(grad),
+            "value_finite": bool(value.isfinite().all()),
+            "grad_finite": bool(grad.isfinite().all()),
+            "grad_nonzero": bool((grad != 0).all()),
+            "grad_sign": c.nested(grad.sign()),
+        }
+    )
 
 
 def run_kl_in_reward(c: Case, name: str) -> Answer:
-    rewards, mean = kl_in_reward(c.flat("token_level_scores"), c.flat("log_prob"), c.flat("ref_log_prob"), c.mask, c.cu,
-                                 kind=c.params["kind"], beta=c.params["beta"])
+    rewards, mean = kl_in_reward(
+        c.flat("token_level_scores"),
+        c.flat("log_prob"),
+        c.flat("ref_log_prob"),
+        c.mask,
+        c.cu,
+        kind=c.params["kind"],
+        beta=c.params["beta"],
+    )
     return Answer({"token_level_rewards": c.nested(rewards), "mean_kl": mean})
 
 
 def run_controller(c: Case, name: str) -> Answer:
     p = c.params
     controller = FixedKL(p["init_coef"]) if name == "fixed" else AdaptiveKL(p["init_coef"], p["target"], p["horizon"])
-    return Answer({"coef_after_each_update": [controller.update(k, n) for k, n in
-                                              zip(c.inputs["current_kl"], c.inputs["n_steps"], strict=True)]})
+    return Answer(
+        {
+            "coef_after_each_update": [
+                controller.update(k, n) for k, n in zip(c.inputs["current_kl"], c.inputs["n_steps"], strict=True)
+            ]
+        }
+    )
 
 
 def _logits(c: Case) -> Tensor:
-    return torch.tensor([[_number(x) for x in token] for row in c.inputs["logits"] for token in row], dtype=c.dtype).requires_grad_()
+    return torch.tensor(
+        [[_number(x) for x in token] for row in c.inputs["logits"] for token in row], dtype=c.dtype
+    ).requires_grad_()
 
 
 def run_logprob(c: Case, name: str) -> Answer:
     logits, labels = _logits(c), c.flat("labels").long()
     shape = [len(r) for r in c.inputs["labels"]]
     logp, entropy = logprob_entropy_from_logits(logits, labels, temperature=c.params["temperature"], chunk=3)
-    values: dict[str, Any] = {"log_prob": [x.tolist() for x in logp.split(shape)], "entropy": [x.tolist() for x in entropy.split(shape)]}
+    values: dict[str, Any] = {
+        "log_prob": [x.tolist() for x in logp.split(shape)],
+        "entropy": [x.tolist() for x in entropy.split(shape)],
+    }
     for key, x in (("grad_sum_log_prob", logp), ("grad_sum_entropy", entropy)):
         values[key] = [g.tolist() for g in torch.autograd.grad(x.sum(), logits, retain_graph=True)[0].split(shape)]
     if "rollout_log_prob" in c.inputs:
@@ -285,20 +364,37 @@ def run_sft(c: Case, name: str) -> Answer:
     (grad,) = torch.autograd.grad(loss, logits)
     parts = [float(-(logp[row == i]).sum() / max(target.numel(), 1)) for i in range(len(widths))]
     trained = [(target[row == i] - cu[i]).tolist() for i in range(len(widths))]
-    return Answer({"loss": loss, "num_tokens": target.numel(), "grad_logits": [g.tolist() for g in grad.split(widths)],
-                   "micro_batch_values": parts, "trained_positions": trained})
+    return Answer(
+        {
+            "loss": loss,
+            "num_tokens": target.numel(),
+            "grad_logits": [g.tolist() for g in grad.split(widths)],
+            "micro_batch_values": parts,
+            "trained_positions": trained,
+        }
+    )
 
 
 def run_importance_weights(c: Case, name: str) -> Answer:
     p = c.params
-    w, metrics = importance_weights(c.flat("log_prob") - c.flat("rollout_log_prob"), c.mask, c.cu, level=p["level"], kind=p["kind"],
-                                    upper=p["upper"], lower=p["lower"], batch_normalize=p["batch_normalize"])
+    w, metrics = importance_weights(
+        c.flat("log_prob") - c.flat("rollout_log_prob"),
+        c.mask,
+        c.cu,
+        level=p["level"],
+        kind=p["kind"],
+        upper=p["upper"],
+        lower=p["lower"],
+        batch_normalize=p["batch_normalize"],
+    )
     return Answer({"weights": c.nested(w), **metrics})
 
 
 def run_rejection_mask(c: Case, name: str) -> Answer:
     q = c.flat("log_ratio") if "log_ratio" in c.inputs else c.flat("log_prob") - c.flat("rollout_log_prob")
-    mask, metrics = rejection_mask(q, c.mask, c.cu, options=c.params["options"], upper=c.params["upper"], lower=c.params.get("lower"))
+    mask, metrics = rejection_mask(
+        q, c.mask, c.cu, options=c.params["options"], upper=c.params["upper"], lower=c.params.get("lower")
+    )
     return Answer({"mask": c.nested(mask), **metrics})
 
 
@@ -310,18 +406,23 @@ def run_partition(c: Case, name: str) -> Answer:
     lengths = c.inputs["lengths"]
     parts = balanced_partition(lengths, c.params["k"], equal_size=c.params.get("equal_size", False))
     heaviest = max(sum(lengths[i] for i in p) for p in parts)
-    checks = {f"max {heaviest} <= {c.expected['verl_max']}": heaviest <= c.expected["verl_max"],
-              "every item once": sorted(i for p in parts for i in p) == list(range(len(lengths))),
-              "sizes": not c.params.get("equal_size") or len({len(p) for p in parts}) == 1}
+    checks = {
+        f"max {heaviest} <= {c.expected['verl_max']}": heaviest <= c.expected["verl_max"],
+        "every item once": sorted(i for p in parts for i in p) == list(range(len(lengths))),
+        "sizes": not c.params.get("equal_size") or len({len(p) for p in parts}) == 1,
+    }
     return Answer({}, checks, set(c.expected))
 
 
 def run_token_budget(c: Case, name: str) -> Answer:
     lengths, budget = c.inputs["lengths"], c.params["budget"]
     bins = pack_by_budget(lengths, budget)
-    checks = {"budget kept": max(sum(lengths[i] for i in b) for b in bins) <= budget,
-              f"count {len(bins)} <= {c.expected['first_fit_decreasing_count']}": len(bins) <= c.expected["first_fit_decreasing_count"],
-              "every item once": sorted(i for b in bins for i in b) == list(range(len(lengths)))}
+    checks = {
+        "budget kept": max(sum(lengths[i] for i in b) for b in bins) <= budget,
+        f"count {len(bins)} <= {c.expected['first_fit_decreasing_count']}": len(bins)
+        <= c.expected["first_fit_decreasing_count"],
+        "every item once": sorted(i for b in bins for i in b) == list(range(len(lengths))),
+    }
     return Answer({}, checks, set(c.expected))
 
 
@@ -330,14 +431,21 @@ def run_micro_batches(c: Case, name: str) -> Answer:
     try:
         bins = pack_by_budget(lengths, c.params["budget"])
     except ValueError as e:
-        return Answer({"error": True}, {"length and budget named": str(max(lengths)) in str(e) and str(c.params["budget"]) in str(e)})
+        return Answer(
+            {"error": True},
+            {"length and budget named": str(max(lengths)) in str(e) and str(c.params["budget"]) in str(e)},
+        )
     return Answer({"count": len(bins), "max_tokens": max(sum(lengths[i] for i in b) for b in bins), "error": False})
 
 
 def run_overlong(c: Case, name: str) -> Answer:
     p = c.params
-    penalty = overlong_penalty(torch.tensor(c.inputs["lengths"]), max_response_length=p["max_response_length"], buffer=p["buffer"],
-                               penalty_factor=p["penalty_factor"])
+    penalty = overlong_penalty(
+        torch.tensor(c.inputs["lengths"]),
+        max_response_length=p["max_response_length"],
+        buffer=p["buffer"],
+        penalty_factor=p["penalty_factor"],
+    )
     return Answer({"penalty": penalty.tolist(), "reward": (penalty + c.inputs["score"]).tolist()})
 
 
@@ -367,36 +475,96 @@ def run_bradley_terry(c: Case, name: str) -> Answer:
     margin = c.rows("margin") if "margin" in c.inputs else None
     loss, sums = bradley_terry(chosen, rejected, pair_weights(chosen.numel(), dtype=c.dtype), margin)
     g_chosen, g_rejected = torch.autograd.grad(loss, (chosen, rejected))
-    return Answer({"loss": loss, "grad_chosen": g_chosen.tolist(), "grad_rejected": g_rejected.tolist(),
-                   "accuracy": float(sums["accuracy"]) / float(sums["pairs"])})
+    return Answer(
+        {
+            "loss": loss,
+            "grad_chosen": g_chosen.tolist(),
+            "grad_rejected": g_rejected.tolist(),
+            "accuracy": float(sums["accuracy"]) / float(sums["pairs"]),
+        }
+    )
 
 
 def run_dpo(c: Case, name: str) -> Answer:
     chosen, rejected = c.rows("policy_chosen_logp").requires_grad_(), c.rows("policy_rejected_logp").requires_grad_()
     kind = name.removeprefix("dpo_").removesuffix("_length_normalized")
     lengths = {k: c.rows(k) for k in ("chosen_length", "rejected_length") if k in c.inputs}
-    loss, m = dpo(kind, policy_chosen=chosen, policy_rejected=rejected, ref_chosen=c.rows("ref_chosen_logp"),
-                  ref_rejected=c.rows("ref_rejected_logp"), weights=pair_weights(chosen.numel(), dtype=c.dtype), beta=c.params["beta"],
-                  label_smoothing=c.params["label_smoothing"], **lengths)
+    loss, m = dpo(
+        kind,
+        policy_chosen=chosen,
+        policy_rejected=rejected,
+        ref_chosen=c.rows("ref_chosen_logp"),
+        ref_rejected=c.rows("ref_rejected_logp"),
+        weights=pair_weights(chosen.numel(), dtype=c.dtype),
+        beta=c.params["beta"],
+        label_smoothing=c.params["label_smoothing"],
+        **lengths,
+    )
     g_chosen, g_rejected = torch.autograd.grad(loss, (chosen, rejected))
-    return Answer({"loss": loss, "grad_policy_chosen": g_chosen.tolist(), "grad_policy_rejected": g_rejected.tolist(),
-                   "chosen_reward": m["chosen_reward"].tolist(), "rejected_reward": m["rejected_reward"].tolist()})
+    return Answer(
+        {
+            "loss": loss,
+            "grad_policy_chosen": g_chosen.tolist(),
+            "grad_policy_rejected": g_rejected.tolist(),
+            "chosen_reward": m["chosen_reward"].tolist(),
+            "rejected_reward": m["rejected_reward"].tolist(),
+        }
+    )
 
 
 Runner = Callable[[Case, str], Answer]
 TABLE: dict[str, Runner] = {
-    "gae": run_gae, "remax": run_remax, "gdpo": run_gdpo, "loo_std": run_loo_std, "whiten": run_whiten, "rejection": run_rejection,
-    "optimal_token_baseline": run_token_baseline, "tir_optimal_token_baseline": run_token_baseline, "gpg": run_gpg, "agg": run_agg,
-    "value_loss": run_value_loss, "kl_penalty": run_kl_penalty, "kl_in_reward": run_kl_in_reward, "adaptive": run_controller,
-    "fixed": run_controller, "logprob_entropy": run_logprob, "sft": run_sft, "sft_cross_entropy": run_sft,
-    "importance_weights": run_importance_weights, "rejection_mask": run_rejection_mask, "offpolicy_metrics": run_offpolicy,
-    "balanced_partition": run_partition, "token_budget_micro_batches": run_token_budget, "micro_batches": run_micro_batches,
-    "overlong_penalty": run_overlong, "reward_placement": run_placement, "response_length": run_response_length,
-    "pass_at_k": run_pass_at_k, "pass_at_k_dataset": run_pass_at_k_dataset, "maj_at_k": run_maj_at_k, "bradley_terry": run_bradley_terry,
-    **{n: run_outcome for n in ("grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline")},
-    **{n: run_policy for n in ("vanilla", "cispo", "dppo_tv", "dppo_kl", "kl_cov", "clip_cov", "dro", "reinforce", "gspo", "sapo",
-                               "geo_mean")},
-    **{m: run_agg for m in MODES},
+    "gae": run_gae,
+    "remax": run_remax,
+    "gdpo": run_gdpo,
+    "loo_std": run_loo_std,
+    "whiten": run_whiten,
+    "rejection": run_rejection,
+    "optimal_token_baseline": run_token_baseline,
+    "tir_optimal_token_baseline": run_token_baseline,
+    "gpg": run_gpg,
+    "agg": run_agg,
+    "value_loss": run_value_loss,
+    "kl_penalty": run_kl_penalty,
+    "kl_in_reward": run_kl_in_reward,
+    "adaptive": run_controller,
+    "fixed": run_controller,
+    "logprob_entropy": run_logprob,
+    "sft": run_sft,
+    "sft_cross_entropy": run_sft,
+    "importance_weights": run_importance_weights,
+    "rejection_mask": run_rejection_mask,
+    "offpolicy_metrics": run_offpolicy,
+    "balanced_partition": run_partition,
+    "token_budget_micro_batches": run_token_budget,
+    "micro_batches": run_micro_batches,
+    "overlong_penalty": run_overlong,
+    "reward_placement": run_placement,
+    "response_length": run_response_length,
+    "pass_at_k": run_pass_at_k,
+    "pass_at_k_dataset": run_pass_at_k_dataset,
+    "maj_at_k": run_maj_at_k,
+    "bradley_terry": run_bradley_terry,
+    **dict.fromkeys(
+        ("grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), run_outcome
+    ),
+    **dict.fromkeys(
+        (
+            "vanilla",
+            "cispo",
+            "dppo_tv",
+            "dppo_kl",
+            "kl_cov",
+            "clip_cov",
+            "dro",
+            "reinforce",
+            "gspo",
+            "sapo",
+            "geo_mean",
+        ),
+        run_policy,
+    ),
+    **dict.fromkeys(MODES, run_agg),
     **{f"dpo_{k}": run_dpo for k in ("sigmoid", "cdpo", "ipo", "robust", "hinge", "ipo_length_normalized")},
 }
 
@@ -421,19 +589,25 @@ def worst_share(got: Any, expected: Any, rtol: float, atol: float) -> float:
 
 
 def drop_singletons(case: dict[str, Any], answer: Answer) -> dict[str, Any] | None:
-    """What can still be compared of a case with a group of one: its other rows, or ``None`` where rows depend on each other.
+    """What can still be compared of a case with a group of one: its other rows, or ``None`` where rows depend on each
+    other.
 
     Raises:
         AssertionError: a group of one did not get 0.
     """
     group = case["inputs"]["group"]
     alone = [group.count(g) == 1 for g in group]
-    assert all(v == 0 for row, single in zip(answer.values["advantages"], alone, strict=True) if single for v in row), \
+    assert all(v == 0 for row, single in zip(answer.values["advantages"], alone, strict=True) if single for v in row), (
         f"{case['name']}: a group of one has an advantage that is not 0"
+    )
     if case["function"] not in SEPARATE_ROWS:
         return None
-    answer.values["advantages"] = [r for r, single in zip(answer.values["advantages"], alone, strict=True) if not single]
-    return case["expected"] | {"advantages": [r for r, single in zip(case["expected"]["advantages"], alone, strict=True) if not single]}
+    answer.values["advantages"] = [
+        r for r, single in zip(answer.values["advantages"], alone, strict=True) if not single
+    ]
+    return case["expected"] | {
+        "advantages": [r for r, single in zip(case["expected"]["advantages"], alone, strict=True) if not single]
+    }
 
 
 @dataclass
@@ -445,6 +619,11 @@ class Tally:
     apart: int = 0
     other: int = 0
     worst: float = 0.0
+
+    def __str__(self) -> str:
+        apart = f", {self.apart} groups of one answered by 0" if self.apart else ""
+        other = f", {self.other} of other rooms" if self.other else ""
+        return f"{self.passed:4d} passed, {self.failed} failed{apart}{other}"
 
 
 def run_case(case: dict[str, Any], tally: Tally) -> list[str]:
@@ -458,11 +637,19 @@ def run_case(case: dict[str, Any], tally: Tally) -> list[str]:
         return [f"{case['name']}: unknown function {name!r}"]
     problems: list[str] = []
     apart = False
-    for dtype in case["inputs"].get("test_dtypes") or case["params"].get("test_dtypes") or [case.get("dtype", "float64")]:
+    for dtype in (
+        case["inputs"].get("test_dtypes") or case["params"].get("test_dtypes") or [case.get("dtype", "float64")]
+    ):
         params = {k: v for k, v in case["params"].items() if k != "test_dtypes"}
         inputs = {k: v for k, v in case["inputs"].items() if k != "test_dtypes"}
         try:
-            answer = TABLE[name](Case({**case, "params": params, "inputs": inputs}, getattr(torch, dtype if dtype.startswith("float") else "float64")), name)
+            answer = TABLE[name](
+                Case(
+                    {**case, "params": params, "inputs": inputs},
+                    getattr(torch, dtype if dtype.startswith("float") else "float64"),
+                ),
+                name,
+            )
             expected: dict[str, Any] | None = case["expected"]
             wrong = compare(case, answer, expected, Tally())
             if wrong and "singleton_group" in case.get("tags", []) and name != "rloo":
@@ -493,7 +680,9 @@ def compare(case: dict[str, Any], answer: Answer, expected: dict[str, Any], tall
         share = worst_share(answer.values[key], value, case["rtol"], case["atol"])
         tally.worst = max(tally.worst, share)
         if not share <= 1.0:
-            problems.append(f"{key}: error is {share:.3g} times the tolerance (rtol {case['rtol']}, atol {case['atol']})")
+            problems.append(
+                f"{key}: error is {share:.3g} times the tolerance (rtol {case['rtol']}, atol {case['atol']})"
+            )
     return problems
 
 
@@ -515,13 +704,12 @@ def main(argv: list[str] | None = None) -> int:
         tally = Tally()
         for case in cases:
             problems += [f"{family}: {p}" for p in run_case(case, tally)]
-        notes = f", {tally.apart} groups of one answered by 0" * bool(tally.apart) + f", {tally.other} of other rooms" * bool(tally.other)
-        print(f"{family:20s} {tally.passed:4d} passed, {tally.failed} failed{notes}; worst error {tally.worst:.2e} of the tolerance")
+        print(f"{family:20s} {tally}; worst error {tally.worst:.2e} of the tolerance")
         for f in ("passed", "failed", "apart", "other"):
             setattr(total, f, getattr(total, f) + getattr(tally, f))
     for p in problems:
         print("MISMATCH", p)
-    print(f"{'total':20s} {total.passed:4d} passed, {total.failed} failed, {total.apart} groups of one answered by 0, {total.other} of other rooms")
+    print(f"{'total':20s} {total}")
     return 1 if problems else 0
 
 

@@ -2,8 +2,8 @@
 
 Rules that hold for all of them: a token whose mask is 0 takes no part and has advantage 0; statistics are those of the
 whole batch that is given (global counts); a sequence without tokens, or with a reward that is not finite, is outside
-every statistic and has advantage 0; a group of one has no contrast, so its advantage is 0 in every group estimator; equal
-rewards give exactly 0. Arithmetic is in float64, the result has the dtype of the rewards.
+every statistic and has advantage 0; a group of one has no contrast, so its advantage is 0 in every group estimator;
+equal rewards give exactly 0. Arithmetic is in float64, the result has the dtype of the rewards.
 
 Rewards are per token; the outcome of a sequence is ``S_i = sum_t r_t`` over its policy tokens.
 """
@@ -39,8 +39,8 @@ ADVANTAGES = Registry("advantage estimator")
 class Advantages:
     """``advantages``, ``returns``: ``[T]``. ``invalid_rows``: sequences whose reward is not finite.
 
-    ``metrics``: counts ``invalid_rewards``, ``singleton_groups`` (one usable sequence) and ``zero_std_groups`` (several, all
-    with the same outcome), ``groups``.
+    ``metrics``: counts ``invalid_rewards``, ``singleton_groups`` (one usable sequence) and ``zero_std_groups``
+    (several, all with the same outcome), ``groups``.
     """
 
     advantages: Tensor
@@ -119,7 +119,9 @@ class Batch:
         values, index = torch.unique(x, return_inverse=True)
         cell = self.group * values.numel() + index  # one cell for each (group, score)
         cells, cell = torch.unique(cell, return_inverse=True)
-        members = torch.zeros(cells.numel(), dtype=x.dtype, device=x.device).index_add_(0, cell, self.usable.to(x.dtype))
+        members = torch.zeros(cells.numel(), dtype=x.dtype, device=x.device).index_add_(
+            0, cell, self.usable.to(x.dtype)
+        )
         kinds = torch.zeros(self.groups, dtype=x.dtype, device=x.device)
         kinds.index_add_(0, torch.div(cells, values.numel(), rounding_mode="floor"), (members > 0).to(x.dtype))
         return kinds[self.group] - (members[cell] == 1).to(x.dtype) <= 1
@@ -138,11 +140,25 @@ class Batch:
         return out
 
 
-def estimate_advantages(name: str, *, token_rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, group: Tensor | None = None,
-                        values: Tensor | None = None, gamma: float = 1.0, lam: float = 1.0, norm_by_std: bool = True,
-                        baselines: Tensor | None = None, components: Tensor | None = None,
-                        old_logprobs: Tensor | None = None, sum_pi_squared: Tensor | None = None,
-                        is_weights: Tensor | None = None, on_invalid: str = "exclude", **args: Any) -> Advantages:
+def estimate_advantages(
+    name: str,
+    *,
+    token_rewards: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    group: Tensor | None = None,
+    values: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    norm_by_std: bool = True,
+    baselines: Tensor | None = None,
+    components: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
+    is_weights: Tensor | None = None,
+    on_invalid: str = "exclude",
+    **args: Any,
+) -> Advantages:
     """Advantages and returns of a whole batch under the named estimator.
 
     Args:
@@ -156,12 +172,23 @@ def estimate_advantages(name: str, *, token_rewards: Tensor, mask: Tensor, cu_se
     Raises:
         ValueError: unknown estimator or argument, shapes that disagree, a needed input is missing, invalid reward.
     """
-    check_shapes(cu_seqlens, per_token={"token_rewards": token_rewards, "mask": mask, "values": values, "is_weights": is_weights,
-                                        "old_logprobs": old_logprobs, "sum_pi_squared": sum_pi_squared},
-                 per_sequence={"group": group, "baselines": baselines})
+    check_shapes(
+        cu_seqlens,
+        per_token={
+            "token_rewards": token_rewards,
+            "mask": mask,
+            "values": values,
+            "is_weights": is_weights,
+            "old_logprobs": old_logprobs,
+            "sum_pi_squared": sum_pi_squared,
+        },
+        per_sequence={"group": group, "baselines": baselines},
+    )
     rows = cu_seqlens.numel() - 1
     if components is not None and (components.dim() != 2 or components.shape[1] != rows):
-        raise ValueError(f"components has shape {tuple(components.shape)}, but there are {rows} sequences ([C, {rows}] is needed)")
+        raise ValueError(
+            f"components has shape {tuple(components.shape)}, but there are {rows} sequences ([C, {rows}] is needed)"
+        )
     kwargs = ADVANTAGES.arguments(name, {"gamma": gamma, "lam": lam, "norm_by_std": norm_by_std}, args)
     if group is None:
         group = torch.arange(rows, device=mask.device)
@@ -179,8 +206,21 @@ def estimate_advantages(name: str, *, token_rewards: Tensor, mask: Tensor, cu_se
         valid = valid & spread(finite, cu_seqlens)
     dtype = token_rewards.dtype if token_rewards.is_floating_point() else torch.float32
     usable = finite & (row_counts(valid, cu_seqlens) > 0)
-    batch = Batch(token_rewards, valid, cu_seqlens, torch.unique(group, return_inverse=True)[1], usable, outcome, dtype, values,
-                  baselines, components, old_logprobs, sum_pi_squared, is_weights)
+    batch = Batch(
+        token_rewards,
+        valid,
+        cu_seqlens,
+        torch.unique(group, return_inverse=True)[1],
+        usable,
+        outcome,
+        dtype,
+        values,
+        baselines,
+        components,
+        old_logprobs,
+        sum_pi_squared,
+        is_weights,
+    )
     advantages, returns = ADVANTAGES.get(name)(batch, **kwargs)
     return Advantages(advantages.to(dtype), returns.to(dtype), _group_metrics(batch, invalid), invalid)
 
@@ -190,8 +230,12 @@ def _group_metrics(b: Batch, invalid: Tensor) -> dict[str, float]:
     ones = torch.ones_like(b.outcome)
     size = b.per_group(ones)
     spread_ = b.per_group(b.shifted(b.outcome))
-    return {"invalid_rewards": float(invalid.numel()), "groups": float((size > 0).sum()),
-            "singleton_groups": float((size == 1).sum()), "zero_std_groups": float(((size > 1) & (spread_ == 0)).sum())}
+    return {
+        "invalid_rewards": float(invalid.numel()),
+        "groups": float((size > 0).sum()),
+        "singleton_groups": float((size == 1).sum()),
+        "zero_std_groups": float(((size > 1) & (spread_ == 0)).sum()),
+    }
 
 
 def _need(x: Tensor | None, name: str, estimator: str) -> Tensor:
@@ -235,7 +279,8 @@ def grpo(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tens
 def rloo(b: Batch, *, norm_by_loo_std: bool = False) -> tuple[Tensor, Tensor]:
     """Leave-one-out baseline (Ahmadian et al. 2024): ``S - mean of the others = n/(n-1) (S - mean)``.
 
-    ``norm_by_loo_std``: divided by the standard deviation of the others; where they are all equal, the plain difference.
+    ``norm_by_loo_std``: divided by the standard deviation of the others; where they are all equal, the plain
+    difference.
     """
     x = b.centred(b.outcome)
     a = x * b.size / (b.size - 1.0).clamp(min=1.0)
@@ -270,7 +315,9 @@ def reinforce_plus_plus_baseline(b: Batch) -> tuple[Tensor, Tensor]:
 
 @ADVANTAGES.register("remax")
 def remax(b: Batch) -> tuple[Tensor, Tensor]:
-    """ReMax (Li et al. 2023): reward to come, less the reward of the greedy response to the same prompt (``baselines``)."""
+    """ReMax (Li et al. 2023): reward to come, less the reward of the greedy response to the same prompt
+    (``baselines``).
+    """
     returns = b.discounted(1.0)
     baseline = spread(_need(b.baselines, "baselines", "remax").double(), b.cu)
     return torch.where(b.valid, returns - baseline, 0.0), returns
@@ -295,7 +342,9 @@ def gpg(b: Batch) -> tuple[Tensor, Tensor]:
 
 @ADVANTAGES.register("grpo_passk")
 def grpo_passk(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Pass@k advantage (Chen et al. 2025): only the best of a group learns, by its lead over the second; a tie gives 0."""
+    """Pass@k advantage (Chen et al. 2025): only the best of a group learns, by its lead over the second; a tie gives
+    0.
+    """
     score = torch.where(b.usable, b.outcome, -torch.inf)
     order = torch.argsort(score, stable=True)
     order = order[torch.argsort(b.group[order], stable=True)]  # by group, ascending within it
@@ -311,8 +360,9 @@ def grpo_passk(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tupl
 
 @ADVANTAGES.register("gdpo")
 def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Group reward-decoupled normalisation (Liu et al. 2026): the grpo rule for each reward component apart, their weighted
-    sum, whitened over the tokens with contrast. ``weights``: one number a component (default 1)."""
+    """Group reward-decoupled normalisation (Liu et al. 2026): the grpo rule for each reward component apart, their
+    weighted sum, whitened over the tokens with contrast. ``weights``: one number a component (default 1).
+    """
     components = _need(b.components, "components", "gdpo").double()
     factors = [1.0] * components.shape[0] if weights is None else list(weights)
     if len(factors) != components.shape[0]:
@@ -326,12 +376,14 @@ def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> 
 
 @ADVANTAGES.register("optimal_token_baseline", "tir_optimal_token_baseline")
 def optimal_token_baseline(b: Batch, *, epsilon: float = 1e-8, handle_zero_tail: bool = True) -> tuple[Tensor, Tensor]:
-    """A baseline for each group and position that minimises the variance of the gradient (optimal token baseline, 2025).
+    """A baseline for each group and position that minimises the variance of the gradient (optimal token baseline,
+    2025).
 
-    The squared norm of a token's score function is estimated by ``w_t = 1 - 2 pi_t + sum_v pi(v)^2`` (times the square of the
-    importance weight), ``W_t`` is its running sum, ``G_t`` the reward to come, and ``b_t = sum G W / (sum W + epsilon)`` over
-    the group's sequences that have a policy token at position ``t`` (counted in policy tokens). ``handle_zero_tail``: beyond
-    the second-longest length, where only the longest one is left, the baseline is 0.
+    The squared norm of a token's score function is estimated by ``w_t = 1 - 2 pi_t + sum_v pi(v)^2`` (times the
+    square of the importance weight), ``W_t`` is its running sum, ``G_t`` the reward to come, and ``b_t = sum G W /
+    (sum W + epsilon)`` over the group's sequences that have a policy token at position ``t`` (counted in policy
+    tokens). ``handle_zero_tail``: beyond the second-longest length, where only the longest one is left, the baseline
+    is 0.
     """
     old = _need(b.old_logprobs, "old_logprobs", "optimal_token_baseline")
     squares = _need(b.sum_pi_squared, "sum_pi_squared", "optimal_token_baseline")

@@ -1,8 +1,9 @@
-"""Correction for data that another policy sampled: the engine's numbers differ from the trainer's, or the sample is stale.
+"""Correction for data that another policy sampled: the engine's numbers differ from the trainer's, or the sample is
+stale.
 
-With ``q = log pi_train - log pi_rollout`` of the sampled tokens. All statistics are those of the whole batch that is given
-(it is global), so nothing depends on how it is divided later. Rewards and advantages use the original response mask:
-correction only weighs tokens in the loss, or removes them from it.
+With ``q = log pi_train - log pi_rollout`` of the sampled tokens. All statistics are those of the whole batch that is
+given (it is global), so nothing depends on how it is divided later. Rewards and advantages use the original response
+mask: correction only weighs tokens in the loss, or removes them from it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor
 from rlscale.algo.segments import check_shapes, segment_sum, spread
 
 _Q_LIMIT = 20.0
-REJECTIONS = tuple(f"{level}_{stat}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for stat in ("k1", "k2", "k3"))
+REJECTIONS = tuple(
+    f"{level}_{stat}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for stat in ("k1", "k2", "k3")
+)
 
 
 def _clean(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,21 +31,31 @@ def _clean(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor,
     return q, valid, segment_sum(valid.to(q.dtype), cu_seqlens)
 
 
-def importance_weights(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, *, level: str = "token", kind: str = "truncate",
-                       upper: float = 2.0, lower: float | None = None, batch_normalize: bool = False) -> tuple[Tensor, dict[str, float]]:
+def importance_weights(
+    log_ratio: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    level: str = "token",
+    kind: str = "truncate",
+    upper: float = 2.0,
+    lower: float | None = None,
+    batch_normalize: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
     """Importance weights ``pi_train / pi_rollout``, 0 at masked positions.
 
     Args:
         log_ratio: ``[T]`` ``q``; mask: ``[T]``; cu_seqlens: ``[B+1]``.
         level: ``token``: ``exp(q_t)``; ``sequence``: ``exp(sum q)`` at each token of the sequence.
-        kind: ``truncate``: ``min(raw, upper)`` (Ionides 2008; Yao et al. 2025); ``icepop``: raw inside ``[lower, upper]``, else
-            0 (two-sided masking, Ling team 2025).
+        kind: ``truncate``: ``min(raw, upper)`` (Ionides 2008; Yao et al. 2025); ``icepop``: raw inside ``[lower,
+            upper]``, else 0 (two-sided masking, Ling team 2025).
         lower: default ``1 / upper``.
         batch_normalize: divide by the mean weight (over tokens, or over sequences).
 
     Returns:
-        ``[T]`` weights, and metrics of the weights before normalisation: ``mean``, ``std``, ``eff_sample_size`` (share),
-        ``fraction_high``, ``fraction_low`` (of raw weights, over tokens or sequences), ``fraction_outside`` (tokens).
+        ``[T]`` weights, and metrics of the weights before normalisation: ``mean``, ``std``, ``eff_sample_size``
+        (share), ``fraction_high``, ``fraction_low`` (of raw weights, over tokens or sequences), ``fraction_outside``
+        (tokens).
 
     Raises:
         ValueError: unknown level or kind, bounds out of order, shapes that disagree.
@@ -67,11 +80,14 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, *, l
     w = torch.where(valid, w, zero)
     mean, square = w.sum() / tokens, w.square().sum() / tokens
     count = counted.sum().clamp(min=1)
-    metrics = {"mean": float(mean), "std": math.sqrt(max(float(square - mean.square()), 0.0)),
-               "eff_sample_size": float(mean.square() / square) if float(square) > 0 else 0.0,
-               "fraction_high": float(((units > upper) & counted).sum() / count),
-               "fraction_low": float(((units < low) & counted).sum() / count),
-               "fraction_outside": float((((raw > upper) | (raw < low)) & valid).sum() / tokens)}
+    metrics = {
+        "mean": float(mean),
+        "std": math.sqrt(max(float(square - mean.square()), 0.0)),
+        "eff_sample_size": float(mean.square() / square) if float(square) > 0 else 0.0,
+        "fraction_high": float(((units > upper) & counted).sum() / count),
+        "fraction_low": float(((units < low) & counted).sum() / count),
+        "fraction_outside": float((((raw > upper) | (raw < low)) & valid).sum() / tokens),
+    }
     if batch_normalize:
         if level == "token":
             factor = mean
@@ -83,17 +99,24 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, *, l
     return w, metrics
 
 
-def rejection_mask(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, *, options: Sequence[str], upper: Sequence[float] | float,
-                   lower: Sequence[float] | float | None = None) -> tuple[Tensor, dict[str, float]]:
+def rejection_mask(
+    log_ratio: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    options: Sequence[str],
+    upper: Sequence[float] | float,
+    lower: Sequence[float] | float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
     """Mask of the tokens that stay in the loss: the response mask less what the options reject.
 
     An option is ``<level>_<statistic>``: ``token``, or the sum, mean or worst of a sequence's policy tokens (then whole
-    sequences go), of ``k1 = -q``, ``k2 = q^2 / 2`` or ``k3 = exp(q) - 1 - q``. k2 and k3 stay up to ``upper``. For k1 the bounds
-    are on the ratio itself: ``lower <= exp(q statistic) <= upper``, ``lower`` default ``1 / upper``.
+    sequences go), of ``k1 = -q``, ``k2 = q^2 / 2`` or ``k3 = exp(q) - 1 - q``. k2 and k3 stay up to ``upper``. For k1
+    the bounds are on the ratio itself: ``lower <= exp(q statistic) <= upper``, ``lower`` default ``1 / upper``.
 
     Returns:
-        ``[T]`` mask in the dtype of ``mask``; ``masked_fraction`` of tokens, ``seq_masked_fraction`` of sequences with a rejected
-        token.
+        ``[T]`` mask in the dtype of ``mask``; ``masked_fraction`` of tokens, ``seq_masked_fraction`` of sequences
+        with a rejected token.
 
     Raises:
         ValueError: unknown option (with the list), bounds and options of different number.
@@ -123,16 +146,19 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, *, optio
         keep &= inside
     rejected = valid & ~keep
     rows = segment_sum(rejected.to(q.dtype), cu_seqlens) > 0
-    metrics = {"masked_fraction": float(rejected.sum() / n.sum().clamp(min=1.0)),
-               "seq_masked_fraction": float(rows.sum() / (n > 0).sum().clamp(min=1))}
+    metrics = {
+        "masked_fraction": float(rejected.sum() / n.sum().clamp(min=1.0)),
+        "seq_masked_fraction": float(rows.sum() / (n > 0).sum().clamp(min=1)),
+    }
     return torch.where(keep, mask, torch.zeros_like(mask)), metrics
 
 
 def offpolicy_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> dict[str, float]:
-    """How far the sampling policy is from the trainer's, over policy tokens; sequence means are over sequences that have any.
+    """How far the sampling policy is from the trainer's, over policy tokens; sequence means are over sequences that
+    have any.
 
-    ``kl`` (k1) and ``k3_kl`` of rollout || train; perplexities of both, their log-difference (mean, absolute, max, min) and
-    ratio; chi-square distances by token and by sequence. All inputs ``[T]``.
+    ``kl`` (k1) and ``k3_kl`` of rollout || train; perplexities of both, their log-difference (mean, absolute, max,
+    min) and ratio; chi-square distances by token and by sequence. All inputs ``[T]``.
     """
     check_shapes(cu_seqlens, per_token={"logprobs": logprobs, "rollout_logprobs": rollout_logprobs, "mask": mask})
     valid = mask > 0
@@ -147,21 +173,33 @@ def offpolicy_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
     difference = train_row - rollout_row  # rollout row mean log-prob - training row mean log-prob
     row_q = segment_sum(q, cu_seqlens)[some].clamp(-_Q_LIMIT, _Q_LIMIT)
     return {
-        "kl": float(-q.sum() / tokens), "k3_kl": float((torch.expm1(bounded) - bounded).sum() / tokens),
-        "training_ppl": float(train_row.exp().mean()), "training_log_ppl": float(train_row.mean()),
-        "rollout_ppl": float(rollout_row.exp().mean()), "rollout_log_ppl": float(rollout_row.mean()),
-        "log_ppl_diff": float(difference.mean()), "log_ppl_abs_diff": float(difference.abs().mean()),
-        "log_ppl_diff_max": float(difference.max()), "log_ppl_diff_min": float(difference.min()),
+        "kl": float(-q.sum() / tokens),
+        "k3_kl": float((torch.expm1(bounded) - bounded).sum() / tokens),
+        "training_ppl": float(train_row.exp().mean()),
+        "training_log_ppl": float(train_row.mean()),
+        "rollout_ppl": float(rollout_row.exp().mean()),
+        "rollout_log_ppl": float(rollout_row.mean()),
+        "log_ppl_diff": float(difference.mean()),
+        "log_ppl_abs_diff": float(difference.abs().mean()),
+        "log_ppl_diff_max": float(difference.max()),
+        "log_ppl_diff_min": float(difference.min()),
         "ppl_ratio": float(difference.exp().mean()),
         "chi2_token": float(torch.where(valid, torch.exp(2.0 * bounded), 0.0).sum() / tokens - 1.0),
         "chi2_seq": float(torch.exp(2.0 * row_q).mean() - 1.0),
     }
 
 
-def off_policy_sequence_mask(logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, *,
-                             threshold: float) -> tuple[Tensor, dict[str, float]]:
-    """Off-policy sequence masking (DeepSeek-V3.2 2025): a sequence with a negative mean advantage that the policy has left
-    behind, mean of ``log pi_behaviour - log pi`` above ``threshold``, is removed from the loss.
+def off_policy_sequence_mask(
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    threshold: float,
+) -> tuple[Tensor, dict[str, float]]:
+    """Off-policy sequence masking (DeepSeek-V3.2 2025): a sequence with a negative mean advantage that the policy has
+    left behind, mean of ``log pi_behaviour - log pi`` above ``threshold``, is removed from the loss.
 
     All ``[T]``; returns the mask that remains and ``seq_masked_fraction``.
     """
@@ -178,9 +216,10 @@ def off_policy_sequence_mask(logprobs: Tensor, behaviour_logprobs: Tensor, advan
 class CorrectionConfig:
     """What to do about the difference between the sampling policy and the trainer's.
 
-    ``mode``: ``decoupled``: the trainer's own log-probs before the update are the old ones, importance weights and rejection
-    mend the difference to the sampler (three policies; Hilton et al. 2022); ``bypass``: the sampler's log-probs are the old
-    ones, the policy loss's own ratio mends it, and only rejection applies (the trainer's log-probs are still needed for it).
+    ``mode``: ``decoupled``: the trainer's own log-probs before the update are the old ones, importance weights and
+    rejection mend the difference to the sampler (three policies; Hilton et al. 2022); ``bypass``: the sampler's
+    log-probs are the old ones, the policy loss's own ratio mends it, and only rejection applies (the trainer's
+    log-probs are still needed for it).
     ``level``: ``token``, ``sequence`` or ``None`` (no weights).
     """
 
@@ -201,7 +240,9 @@ class CorrectionConfig:
 
 @dataclass
 class Correction:
-    """``old_logprobs`` for the policy loss, ``is_weights`` (or ``None``), ``mask`` of the tokens in the loss; all ``[T]``."""
+    """``old_logprobs`` for the policy loss, ``is_weights`` (or ``None``), ``mask`` of the tokens in the loss; all
+    ``[T]``.
+    """
 
     old_logprobs: Tensor
     is_weights: Tensor | None
@@ -209,21 +250,39 @@ class Correction:
     metrics: dict[str, float]
 
 
-def correct(config: CorrectionConfig, *, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Correction:
+def correct(
+    config: CorrectionConfig, *, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
+) -> Correction:
     """Apply a configured correction to a whole batch. ``logprobs``: of the trainer before the update, ``[T]``.
 
     The returned mask is for loss weights only: rewards and advantages keep the response mask.
     """
-    metrics = {f"rollout_corr/{k}": v for k, v in offpolicy_metrics(logprobs, rollout_logprobs, mask, cu_seqlens).items()}
+    metrics = {
+        f"rollout_corr/{k}": v for k, v in offpolicy_metrics(logprobs, rollout_logprobs, mask, cu_seqlens).items()
+    }
     q = logprobs.detach() - rollout_logprobs
     weights = None
     if config.mode == "decoupled" and config.level is not None:
-        weights, found = importance_weights(q, mask, cu_seqlens, level=config.level, kind=config.kind, upper=config.upper,
-                                            lower=config.lower, batch_normalize=config.batch_normalize)
+        weights, found = importance_weights(
+            q,
+            mask,
+            cu_seqlens,
+            level=config.level,
+            kind=config.kind,
+            upper=config.upper,
+            lower=config.lower,
+            batch_normalize=config.batch_normalize,
+        )
         metrics |= {f"rollout_corr/is_{k}": v for k, v in found.items()}
     kept = mask
     if config.reject:
-        kept, found = rejection_mask(q, mask, cu_seqlens, options=config.reject, upper=list(config.reject_upper),
-                                     lower=None if config.reject_lower is None else list(config.reject_lower))
+        kept, found = rejection_mask(
+            q,
+            mask,
+            cu_seqlens,
+            options=config.reject,
+            upper=list(config.reject_upper),
+            lower=None if config.reject_lower is None else list(config.reject_lower),
+        )
         metrics |= {f"rollout_corr/rs_{k}": v for k, v in found.items()}
     return Correction(rollout_logprobs if config.mode == "bypass" else logprobs.detach(), weights, kept, metrics)

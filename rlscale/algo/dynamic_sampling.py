@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 def groups_with_contrast(scores: Tensor, group: Tensor) -> Tensor:
-    """Which groups have at least two different finite scores. ``scores``, ``group``: ``[B]`` -> group numbers, ascending.
+    """Which groups have at least two different finite scores. ``scores``, ``group``: ``[B]`` -> group numbers,
+    ascending.
 
     Raises:
         ValueError: shapes that disagree.
@@ -42,10 +43,13 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         if self.wanted < 1 or self.max_rounds < 1:
-            raise ValueError(f"dynamic sampling needs wanted >= 1 and max_rounds >= 1, got {self.wanted}, {self.max_rounds}")
+            raise ValueError(
+                f"dynamic sampling needs wanted >= 1 and max_rounds >= 1, got {self.wanted}, {self.max_rounds}"
+            )
 
     def record(self, asked: int, kept: int) -> int:
-        """Count one round; the prompts to ask for in the next, 0 when done (surplus groups are for the caller to cut off).
+        """Count one round; the prompts to ask for in the next, 0 when done (surplus groups are for the caller to cut
+        off).
 
         The next round asks for what is missing divided by the share kept so far, at most ``wanted`` prompts.
 
@@ -59,12 +63,17 @@ class DynamicSampling:
             return 0
         if self.rounds >= self.max_rounds:
             if self.kept == 0:
-                raise ValueError(f"dynamic sampling found no group with different rewards in {self.rounds} rounds of generation "
-                                 f"({self.asked} prompts): the task is too easy or too hard for the policy, or the scorer is constant")
+                raise ValueError(
+                    f"dynamic sampling found no group with different rewards in {self.rounds} rounds of generation "
+                    f"({self.asked} prompts): the task is too easy or too hard, or the scorer is constant"
+                )
             return 0
         share = self.kept / self.asked
         return self.wanted if share == 0 else min(self.wanted, math.ceil(missing / share))
 
     def metrics(self) -> dict[str, float]:
-        return {"dynamic_sampling/rounds": float(self.rounds), "dynamic_sampling/kept_frac": self.kept / max(self.asked, 1),
-                "dynamic_sampling/short": float(max(self.wanted - self.kept, 0))}
+        return {
+            "dynamic_sampling/rounds": float(self.rounds),
+            "dynamic_sampling/kept_frac": self.kept / max(self.asked, 1),
+            "dynamic_sampling/short": float(max(self.wanted - self.kept, 0)),
+        }

@@ -18,11 +18,13 @@ def _rows(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, T
     return logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(p * safe).sum(-1)
 
 
-def logprob_entropy_from_logits(logits: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+def logprob_entropy_from_logits(
+    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
     """Log-prob of the labels and entropy of ``softmax(logits / temperature)``, at least in float32.
 
-    ``logits``: ``[T, V]``, ``labels``: ``[T]`` -> ``[T]``, ``[T]``. Temporary memory is that of ``chunk`` tokens, in backward
-    too (each chunk is computed again). A logit of ``-inf`` counts 0. For training from hidden states use
+    ``logits``: ``[T, V]``, ``labels``: ``[T]`` -> ``[T]``, ``[T]``. Temporary memory is that of ``chunk`` tokens, in
+    backward too (each chunk is computed again). A logit of ``-inf`` counts 0. For training from hidden states use
     `rlscale.model.head`, which never holds the logits.
 
     Raises:
@@ -32,9 +34,12 @@ def logprob_entropy_from_logits(logits: Tensor, labels: Tensor, *, temperature: 
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} must be [T, V] and [T]")
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    parts = [checkpoint(_rows, z, y, temperature, use_reentrant=False) if torch.is_grad_enabled() and z.requires_grad
-             else _rows(z, y, temperature)
-             for z, y in zip(logits.split(chunk), labels.split(chunk), strict=True)]
+    parts = [
+        checkpoint(_rows, z, y, temperature, use_reentrant=False)
+        if torch.is_grad_enabled() and z.requires_grad
+        else _rows(z, y, temperature)
+        for z, y in zip(logits.split(chunk), labels.split(chunk), strict=True)
+    ]
     return torch.cat([p for p, _ in parts]), torch.cat([e for _, e in parts])
 
 
@@ -53,9 +58,9 @@ def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor,
 class EntropySchedule:
     """Coefficient of the entropy bonus by step.
 
-    ``kind``: ``constant``; ``linear`` or ``cosine`` from ``coeff`` to ``final`` over ``decay_steps``; ``piecewise``: linear
-    between the ``points`` ``(step, coefficient)``, constant outside. For ``warmup_steps`` steps the coefficient first rises
-    linearly from 0 (warm start); the decay begins after them. Steps count from 0.
+    ``kind``: ``constant``; ``linear`` or ``cosine`` from ``coeff`` to ``final`` over ``decay_steps``; ``piecewise``:
+    linear between the ``points`` ``(step, coefficient)``, constant outside. For ``warmup_steps`` steps the
+    coefficient first rises linearly from 0 (warm start); the decay begins after them. Steps count from 0.
     """
 
     kind: str = "constant"
@@ -96,5 +101,8 @@ class EntropySchedule:
     @property
     def used(self) -> bool:
         """Whether the coefficient is ever non-zero: otherwise the entropy need not be computed for the loss."""
-        return any(c != 0.0 for _, c in self.points) if self.kind == "piecewise" else (
-            self.coeff != 0.0 or (self.kind != "constant" and self.final != 0.0))
+        return (
+            any(c != 0.0 for _, c in self.points)
+            if self.kind == "piecewise"
+            else (self.coeff != 0.0 or (self.kind != "constant" and self.final != 0.0))
+        )

@@ -76,7 +76,8 @@ def names() -> list[str]:
 
 
 def kl(name: str, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-    """Per-token KL of the sampled tokens. ``logprob``, ``ref_logprob``: ``[T]`` -> ``[T]``; no gradient to the reference.
+    """Per-token KL of the sampled tokens. ``logprob``, ``ref_logprob``: ``[T]`` -> ``[T]``; no gradient to the
+    reference.
 
     Masked positions are the caller's: select them away with the loss weights (`rlscale.algo.kl.kl_loss`).
 
@@ -86,7 +87,9 @@ def kl(name: str, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     straight_through = name.endswith("+")
     estimator = KL.get(name.removesuffix("+"))
     if logprob.shape != ref_logprob.shape:
-        raise ValueError(f"logprob {tuple(logprob.shape)} and ref_logprob {tuple(ref_logprob.shape)} have different shapes")
+        raise ValueError(
+            f"logprob {tuple(logprob.shape)} and ref_logprob {tuple(ref_logprob.shape)} have different shapes"
+        )
     d = logprob.clamp(min=_LOWEST_LOGPROB) - ref_logprob.detach().clamp(min=_LOWEST_LOGPROB)
     if not straight_through:
         return estimator(d)
@@ -94,7 +97,9 @@ def kl(name: str, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     return estimator(d).detach() + (surrogate - surrogate.detach())
 
 
-def kl_loss(name: str, logprob: Tensor, ref_logprob: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def kl_loss(
+    name: str, logprob: Tensor, ref_logprob: Tensor, mask: Tensor, weights: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """KL as a loss term: weighted sum over tokens, and the metric sum ``kl`` with its denominator ``tokens``.
 
     All ``[T]``. NaN at masked positions changes neither value nor gradient.
@@ -168,8 +173,15 @@ class IntervalKL(FixedKL):
         return self.coef
 
 
-def make_controller(type: str, *, kl_coef: float, target_kl: float = 0.1, horizon: float = 10000.0,
-                    target_low: float | None = None, target_high: float | None = None) -> FixedKL:
+def make_controller(
+    type: str,
+    *,
+    kl_coef: float,
+    target_kl: float = 0.1,
+    horizon: float = 10000.0,
+    target_low: float | None = None,
+    target_high: float | None = None,
+) -> FixedKL:
     """The controller of a configuration: ``fixed``, ``adaptive`` or ``interval``.
 
     Raises:

@@ -9,7 +9,8 @@ from math import comb
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of the n samples, drawn without replacement, hold a right one (Chen et al. 2021): ``1 - C(n-c,k)/C(n,k)``.
+    """Probability that k of the n samples, drawn without replacement, hold a right one (Chen et al. 2021): ``1 -
+    C(n-c,k)/C(n,k)``.
 
     Raises:
         ValueError: not ``0 <= correct <= n`` or not ``1 <= k <= n``.
@@ -30,8 +31,8 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
 def maj_at_k(answers: Sequence[Hashable], correct_answer: Hashable, k: int) -> float:
     """Probability that the majority answer of k samples drawn without replacement is right; ties are split evenly.
 
-    Exact, by counting subsets: with ``v`` votes for the right answer, the others get at most ``v`` each, and ``j`` of them
-    exactly ``v``.
+    Exact, by counting subsets: with ``v`` votes for the right answer, the others get at most ``v`` each, and ``j`` of
+    them exactly ``v``.
     """
     n = len(answers)
     if not 1 <= k <= n:
@@ -48,7 +49,9 @@ def maj_at_k(answers: Sequence[Hashable], correct_answer: Hashable, k: int) -> f
 
 @lru_cache(maxsize=4096)
 def _ways(counts: tuple[int, ...], draws: int, at_most: int) -> tuple[int, ...]:
-    """Ways to draw from the answers, none more than ``at_most`` times, by the number of answers drawn exactly so often."""
+    """Ways to draw from the answers, none more than ``at_most`` times, by the number of answers drawn exactly so
+    often.
+    """
     table = {(0, 0): 1}  # (drawn so far, answers at the limit) -> ways
     for c in counts:
         following: dict[tuple[int, int], int] = {}

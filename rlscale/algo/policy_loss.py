@@ -1,14 +1,14 @@
-"""Policy losses on flat tokens, by name. Each is a weighted *sum* over tokens, so that micro-batch values simply add up.
+"""Policy losses on flat tokens, by name: weighted *sums* over tokens, so that micro-batch values simply add up.
 
-With ``d = log pi - log pi_old``, ``r = exp(d)``, advantage ``A`` and loss weight ``w`` of a token (idea 2 of the design: the
-aggregation mode is in the weights, `rlscale.batch.weights`), every loss is ``sum_t w_t L_t`` and differs in ``L_t`` only.
-Tokens whose mask is 0 are selected away before any arithmetic, NaN and Inf included. ``d`` is limited to +-20 where it is
-exponentiated.
+With ``d = log pi - log pi_old``, ``r = exp(d)``, advantage ``A`` and loss weight ``w`` of a token (idea 2 of the
+design: the aggregation mode is in the weights, `rlscale.batch.weights`), every loss is ``sum_t w_t L_t`` and differs
+in ``L_t`` only. Tokens whose mask is 0 are selected away before any arithmetic, NaN and Inf included. ``d`` is
+limited to +-20 where it is exponentiated.
 
-Metrics are sums over policy tokens and carry their denominator, ``tokens``: add them up over micro-batches and ranks, then
-`finish_metrics` divides. Three losses look beyond a token: gspo and geo_mean need whole sequences in a micro-batch (they
-always are); kl_cov and clip_cov choose tokens by a statistic of the whole mini-batch, which `prepare` turns into a few
-numbers that are handed to every micro-batch.
+Metrics are sums over policy tokens and carry their denominator, ``tokens``: add them up over micro-batches and ranks,
+then `finish_metrics` divides. Four losses look beyond a token: gspo and geo_mean need whole sequences in a
+micro-batch (they always are); kl_cov and clip_cov choose tokens by a statistic of the whole mini-batch, which
+`prepare` turns into a few numbers that are handed to every micro-batch.
 """
 
 from __future__ import annotations
@@ -56,26 +56,48 @@ class Tokens:
 LossAndFlags = tuple[Tensor, dict[str, Tensor]]  # L [t], per-token metrics [t]
 
 
-def policy_loss(name: str, *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor,
-                cu_seqlens: Tensor, clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float | None = 3.0,
-                is_weights: Tensor | None = None, **args: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(
+    name: str,
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    cu_seqlens: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_c: float | None = 3.0,
+    is_weights: Tensor | None = None,
+    **args: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The named loss of one micro-batch of whole sequences.
 
     Args:
         logprobs: ``[t]`` of the policy in training (gradient); old_logprobs, advantages, mask, weights: ``[t]``;
-        cu_seqlens: ``[b+1]``. clip_low, clip_high: ratio kept within ``[1 - clip_low, 1 + clip_high]``; clip_c: dual clip.
+        cu_seqlens: ``[b+1]``. clip_low, clip_high: ratio kept within ``[1 - clip_low, 1 + clip_high]``; clip_c: dual
+        clip.
         is_weights: ``[t]`` importance weights of the sampling policy (`rlscale.algo.correction`), no gradient.
         args: further arguments of this loss, and what `prepare` returned for the mini-batch.
 
     Returns:
-        The scalar loss, and sums over tokens: ``ppo_kl`` (k1, old || new), ``ppo_k3``, ``ratio``, ``ratio_sq`` and those of the
-        loss (``pg_clipfrac``, ``pg_clipfrac_lower``...), with the denominator ``tokens``.
+        The scalar loss, and sums over tokens: ``ppo_kl`` (k1, old || new), ``ppo_k3``, ``ratio``, ``ratio_sq`` and
+        those of the loss (``pg_clipfrac``, ``pg_clipfrac_lower``...), with the denominator ``tokens``.
 
     Raises:
         ValueError: unknown loss or argument (with the lists), shapes that disagree.
     """
-    check_shapes(cu_seqlens, per_token={"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages,
-                                        "mask": mask, "weights": weights, "is_weights": is_weights})
+    check_shapes(
+        cu_seqlens,
+        per_token={
+            "logprobs": logprobs,
+            "old_logprobs": old_logprobs,
+            "advantages": advantages,
+            "mask": mask,
+            "weights": weights,
+            "is_weights": is_weights,
+        },
+    )
     kwargs = POLICY_LOSSES.arguments(name, {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}, args)
     valid = mask > 0
     zero = logprobs.new_zeros(())
@@ -85,7 +107,7 @@ def policy_loss(name: str, *, logprobs: Tensor, old_logprobs: Tensor, advantages
 
     tokens = Tokens(clean(logprobs), clean(old_logprobs.detach()), clean(advantages.detach()), valid, cu_seqlens)
     is_w = None if is_weights is None else clean(is_weights.detach())
-    by_sequence = "is_weights" in POLICY_LOSSES.accepts(name)  # the loss itself decides how the weights of a sequence enter
+    by_sequence = "is_weights" in POLICY_LOSSES.accepts(name)  # the loss itself decides how they enter
     per_token, flags = POLICY_LOSSES.get(name)(tokens, **kwargs, **({"is_weights": is_w} if by_sequence else {}))
     if is_w is not None and not by_sequence:
         per_token = per_token * is_w
@@ -97,19 +119,32 @@ def policy_loss(name: str, *, logprobs: Tensor, old_logprobs: Tensor, advantages
     return loss, {**metrics, "tokens": valid.sum()}
 
 
-def prepare(name: str, *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor,
-            clip_low: float = 0.2, clip_high: float = 0.2, **args: Any) -> dict[str, float]:
+def prepare(
+    name: str,
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    **args: Any,
+) -> dict[str, float]:
     """Numbers of the whole mini-batch that the named loss needs in each micro-batch; empty for most losses.
 
-    Call it once a mini-batch with all its tokens, and hand the result to every `policy_loss` of it. ``logprobs``: of the
-    policy as it is before this update, without gradient; before the first update of a rollout batch they are the old ones.
+    Call it once a mini-batch with all its tokens, and hand the result to every `policy_loss` of it. ``logprobs``: of
+    the policy as it is before this update, without gradient; before the first update of a rollout batch they are the
+    old ones.
     """
     if name not in PREPARE.names():
         POLICY_LOSSES.get(name)
         return {}
     valid = mask > 0
     zero = logprobs.new_zeros(())
-    logp, old, adv = (torch.where(valid, x.detach().to(logprobs.dtype), zero) for x in (logprobs, old_logprobs, advantages))
+    logp, old, adv = (
+        torch.where(valid, x.detach().to(logprobs.dtype), zero) for x in (logprobs, old_logprobs, advantages)
+    )
     kwargs = PREPARE.arguments(name, {"clip_low": clip_low, "clip_high": clip_high}, {})
     kwargs |= {k: v for k, v in args.items() if k in PREPARE.accepts(name)}
     return PREPARE.get(name)(Tokens(logp, old, adv, valid, cu_seqlens), **kwargs)
@@ -189,8 +224,8 @@ def cispo(x: Tokens, *, clip_low: float, clip_high: float) -> LossAndFlags:
 def geo_mean(x: Tokens, *, clip_low: float, clip_high: float, is_weights: Tensor | None = None) -> LossAndFlags:
     """GMPO (Zhao et al. 2025): geometric mean of the token ratios, each clipped in log space on the side that helps.
 
-    ``L_i = -mean_t(A) exp(mean_t d') exp(mean_t log w)``, the same at every token of the sequence; ``d' = min(d, clamp(d))`` for
-    ``A > 0``, ``max`` for ``A < 0``, 0 for ``A = 0``. Use it with seq-mean-token-mean weights.
+    ``L_i = -mean_t(A) exp(mean_t d') exp(mean_t log w)``, the same at every token of the sequence; ``d' = min(d,
+    clamp(d))`` for ``A > 0``, ``max`` for ``A < 0``, 0 for ``A = 0``. Use it with seq-mean-token-mean weights.
     """
     d = x.d
     limited = d.clamp(-clip_low, clip_high)
@@ -212,14 +247,17 @@ def _trust_region(x: Tokens, keep: Tensor, ratio_cap: float) -> LossAndFlags:
 
 @POLICY_LOSSES.register("dppo_tv")
 def dppo_tv(x: Tokens, *, div_low: float = 0.2, div_high: float = 0.2, ratio_cap: float = 20.0) -> LossAndFlags:
-    """Divergence PPO (2026), total variation: a token counts while its probability has moved by at most ``div_*`` in the
-    direction of its advantage."""
+    """Divergence PPO (2026), total variation: a token counts while its probability has moved by at most ``div_*`` in
+    the direction of its advantage.
+    """
     moved = x.logp.detach().exp() - x.old.exp()
     return _trust_region(x, torch.where(x.adv > 0, moved <= div_high, moved >= -div_low), ratio_cap)
 
 
 @POLICY_LOSSES.register("dppo_kl")
-def dppo_kl(x: Tokens, *, div_low: float = 0.05, div_high: float = 0.05, ratio_cap: float = 20.0, eps: float = 1e-8) -> LossAndFlags:
+def dppo_kl(
+    x: Tokens, *, div_low: float = 0.05, div_high: float = 0.05, ratio_cap: float = 20.0, eps: float = 1e-8
+) -> LossAndFlags:
     """Divergence PPO (2026), binary KL between "this token" and "any other" under the old and the new policy.
 
     ``D = p_old (old - new) + (1 - p_old) log((1 - p_old + eps) / (1 - p + eps))``; movement back is always allowed.
@@ -234,7 +272,7 @@ def dppo_kl(x: Tokens, *, div_low: float = 0.05, div_high: float = 0.05, ratio_c
 
 @POLICY_LOSSES.register("dro")
 def dro(x: Tokens, *, beta: float = 0.1) -> LossAndFlags:
-    """Direct reward optimisation (Richemond et al. 2024): ``L = -(A log pi - beta/2 d^2)``, a quadratic trust region."""
+    """Direct reward optimisation (Richemond et al. 2024): ``L = -(A log pi - beta/2 d^2)``, quadratic trust region."""
     return -(x.logp * x.adv - 0.5 * beta * x.d.square()), {}
 
 
@@ -258,8 +296,15 @@ def _prepare_kl_cov(x: Tokens, *, kl_cov_ratio: float = 2e-4) -> dict[str, float
 
 
 @POLICY_LOSSES.register("kl_cov")
-def kl_cov(x: Tokens, *, kl_coef: float = 1.0, kl_cov_ratio: float = 2e-4, mean_adv: float | None = None,
-           mean_logp: float | None = None, threshold: float | None = None) -> LossAndFlags:
+def kl_cov(
+    x: Tokens,
+    *,
+    kl_coef: float = 1.0,
+    kl_cov_ratio: float = 2e-4,
+    mean_adv: float | None = None,
+    mean_logp: float | None = None,
+    threshold: float | None = None,
+) -> LossAndFlags:
     """KL-Cov (Cui et al. 2025): no clipping; ``L = -A r``, and ``+ kl_coef |d|`` at the tokens of largest covariance.
 
     ``mean_adv``, ``mean_logp``, ``threshold``: from `prepare`; without them the tokens given are the whole mini-batch.
@@ -270,27 +315,46 @@ def kl_cov(x: Tokens, *, kl_coef: float = 1.0, kl_cov_ratio: float = 2e-4, mean_
     chosen = (_covariance(x, mean_adv, mean_logp) >= threshold) & x.valid
     distance = x.d.abs()
     loss = -x.adv * x.ratio
-    return torch.where(chosen, loss + kl_coef * distance, loss), {"mean_abs_log_ratio": distance.detach(), "pg_clipfrac": chosen}
+    return torch.where(chosen, loss + kl_coef * distance, loss), {
+        "mean_abs_log_ratio": distance.detach(),
+        "pg_clipfrac": chosen,
+    }
 
 
 def _lottery(x: Tokens, seed: int) -> Tensor:
-    """A number in [0, 1) a token that depends on its old log-prob, its position and the seed: the same in any micro-batch."""
+    """A number in [0, 1) a token that depends on its old log-prob, its position and the seed: the same in any
+    micro-batch.
+    """
     position = torch.arange(x.old.numel(), device=x.old.device) - spread(x.cu[:-1], x.cu)
-    h = x.old.double().view(torch.int64) ^ ((position + 1) * -7046029254386353131) ^ (seed * 0x2545F4914F6CDD1D & 0x7FFFFFFFFFFFFFFF)
+    h = (
+        x.old.double().view(torch.int64)
+        ^ ((position + 1) * -7046029254386353131)
+        ^ (seed * 0x2545F4914F6CDD1D & 0x7FFFFFFFFFFFFFFF)
+    )
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         h = (h ^ ((h >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return ((h >> 11) & ((1 << 53) - 1)).double() / (1 << 53)
 
 
-def _eligible(x: Tokens, means: dict[str, float], clip_low: float, clip_high: float, cov_lb: float, cov_ub: float) -> Tensor:
+def _eligible(
+    x: Tokens, means: dict[str, float], clip_low: float, clip_high: float, cov_lb: float, cov_ub: float
+) -> Tensor:
     cov, ratio = _covariance(x, **means), x.ratio.detach()
     clipped = -x.adv * _clip(ratio, clip_low, clip_high) > -x.adv * ratio
     return (cov > cov_lb) & (cov < cov_ub) & ~clipped & x.valid
 
 
 @PREPARE.register("clip_cov")
-def _prepare_clip_cov(x: Tokens, *, clip_low: float, clip_high: float, clip_cov_ratio: float = 2e-4, cov_lb: float = 1.0,
-                      cov_ub: float = 5.0, seed: int = 0) -> dict[str, float]:
+def _prepare_clip_cov(
+    x: Tokens,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_cov_ratio: float = 2e-4,
+    cov_lb: float = 1.0,
+    cov_ub: float = 5.0,
+    seed: int = 0,
+) -> dict[str, float]:
     """Means and the lottery number up to which an eligible token is drawn: at most ``max(1, floor(N ratio))`` are."""
     means = _means(x)
     numbers = _lottery(x, seed)[_eligible(x, means, clip_low, clip_high, cov_lb, cov_ub)]
@@ -299,17 +363,35 @@ def _prepare_clip_cov(x: Tokens, *, clip_low: float, clip_high: float, clip_cov_
 
 
 @POLICY_LOSSES.register("clip_cov")
-def clip_cov(x: Tokens, *, clip_low: float, clip_high: float, clip_cov_ratio: float = 2e-4, cov_lb: float = 1.0, cov_ub: float = 5.0,
-             seed: int = 0, mean_adv: float | None = None, mean_logp: float | None = None,
-             threshold: float | None = None) -> LossAndFlags:
-    """Clip-Cov (Cui et al. 2025): PPO in which a share of the tokens with large covariance, drawn at random, gets no gradient.
+def clip_cov(
+    x: Tokens,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_cov_ratio: float = 2e-4,
+    cov_lb: float = 1.0,
+    cov_ub: float = 5.0,
+    seed: int = 0,
+    mean_adv: float | None = None,
+    mean_logp: float | None = None,
+    threshold: float | None = None,
+) -> LossAndFlags:
+    """Clip-Cov (Cui et al. 2025): PPO in which a share of the tokens with large covariance, drawn at random, gets no
+    gradient.
 
-    The draw depends on the token and ``seed`` only, so it is the same in any split. ``mean_adv``, ``mean_logp``, ``threshold``:
-    from `prepare`; without them the tokens given are the whole mini-batch.
+    The draw depends on the token and ``seed`` only, so it is the same in any split. ``mean_adv``, ``mean_logp``,
+    ``threshold``: from `prepare`; without them the tokens given are the whole mini-batch.
     """
     if mean_adv is None or mean_logp is None or threshold is None:
-        given = _prepare_clip_cov(x, clip_low=clip_low, clip_high=clip_high, clip_cov_ratio=clip_cov_ratio, cov_lb=cov_lb,
-                                  cov_ub=cov_ub, seed=seed)
+        given = _prepare_clip_cov(
+            x,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            clip_cov_ratio=clip_cov_ratio,
+            cov_lb=cov_lb,
+            cov_ub=cov_ub,
+            seed=seed,
+        )
         mean_adv, mean_logp, threshold = given["mean_adv"], given["mean_logp"], given["threshold"]
     means = {"mean_adv": mean_adv, "mean_logp": mean_logp}
     drawn = _eligible(x, means, clip_low, clip_high, cov_lb, cov_ub) & (_lottery(x, seed) <= threshold)

@@ -1,7 +1,7 @@
 """Pairwise losses (reward models, direct preference optimisation) and supervised cross-entropy, as weighted sums.
 
-A pair, like a token, has a weight from global counts (`pair_weights`: 1 / pairs of the whole mini-batch), so that any split
-adds up to the same loss.
+A pair, like a token, has a weight from global counts (`pair_weights`: 1 / pairs of the whole mini-batch), so that any
+split adds up to the same loss.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ def pair_weights(pairs: int, *, num_pairs: int | None = None, dtype: torch.dtype
 def _check_pairs(**named: Tensor | None) -> None:
     present = {k: tuple(v.shape) for k, v in named.items() if v is not None}
     if len(set(present.values())) > 1 or any(len(s) != 1 for s in present.values()):
-        raise ValueError("pairwise inputs must be 1-D of one length, got " + ", ".join(f"{k} {s}" for k, s in present.items()))
+        raise ValueError(
+            "pairwise inputs must be 1-D of one length, got " + ", ".join(f"{k} {s}" for k, s in present.items())
+        )
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor, weights: Tensor, margin: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def bradley_terry(
+    chosen: Tensor, rejected: Tensor, weights: Tensor, margin: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_i w_i softplus(-(r_c - r_r - margin))`` (Bradley and Terry 1952; margin: Touvron et al. 2023). All ``[P]``.
 
     Metric sums: ``accuracy`` (``r_c > r_r``), ``reward_margin``, denominator ``pairs``.
@@ -53,7 +57,9 @@ def conservative(h: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
 
 @DPO_LOSSES.register("robust")
 def robust(h: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Chowdhury et al. 2024, unbiased under flipped labels: ``[(1-e) softplus(-beta h) - e softplus(beta h)] / (1-2e)``."""
+    """Chowdhury et al. 2024, unbiased under flipped labels: ``[(1-e) softplus(-beta h) - e softplus(beta h)] /
+    (1-2e)``.
+    """
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing of the robust loss must lie in [0, 0.5), got {label_smoothing}")
     e = label_smoothing
@@ -72,20 +78,37 @@ def ipo(h: Tensor, *, beta: float) -> Tensor:
     return (h - 0.5 / beta).square()
 
 
-def dpo(name: str, *, policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, weights: Tensor,
-        beta: float = 0.1, label_smoothing: float = 0.0, chosen_length: Tensor | None = None,
-        rejected_length: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def dpo(
+    name: str,
+    *,
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    weights: Tensor,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    chosen_length: Tensor | None = None,
+    rejected_length: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The named loss of ``h = (pi_c - ref_c) - (pi_r - ref_r)``, of log-probs summed over the completion. All ``[P]``.
 
     With lengths each log-ratio is divided by its completion's tokens first. The metrics hold the implicit rewards
-    ``beta (pi - ref)``, ``[P]``, as ``chosen_reward`` and ``rejected_reward``, and the sums ``accuracy``, ``reward_margin``
-    with their denominator ``pairs``.
+    ``beta (pi - ref)``, ``[P]``, as ``chosen_reward`` and ``rejected_reward``, and the sums ``accuracy``,
+    ``reward_margin`` with their denominator ``pairs``.
 
     Raises:
         ValueError: unknown loss, ``beta <= 0``, one length without the other, shapes that disagree.
     """
-    _check_pairs(policy_chosen=policy_chosen, policy_rejected=policy_rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected,
-                 weights=weights, chosen_length=chosen_length, rejected_length=rejected_length)
+    _check_pairs(
+        policy_chosen=policy_chosen,
+        policy_rejected=policy_rejected,
+        ref_chosen=ref_chosen,
+        ref_rejected=ref_rejected,
+        weights=weights,
+        chosen_length=chosen_length,
+        rejected_length=rejected_length,
+    )
     if not beta > 0:
         raise ValueError(f"beta of DPO must be above 0, got {beta}")
     chosen, rejected = policy_chosen - ref_chosen.detach(), policy_rejected - ref_rejected.detach()
@@ -97,8 +120,13 @@ def dpo(name: str, *, policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen
     kwargs = DPO_LOSSES.arguments(name, {"beta": beta, "label_smoothing": label_smoothing}, {})
     loss = (weights * DPO_LOSSES.get(name)(chosen - rejected, **kwargs)).sum()
     gap = reward_c - reward_r
-    return loss, {"chosen_reward": reward_c, "rejected_reward": reward_r, "accuracy": (gap > 0).sum(), "reward_margin": gap.sum(),
-                  "pairs": torch.tensor(gap.numel())}
+    return loss, {
+        "chosen_reward": reward_c,
+        "rejected_reward": reward_r,
+        "accuracy": (gap > 0).sum(),
+        "reward_margin": gap.sum(),
+        "pairs": torch.tensor(gap.numel()),
+    }
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -108,7 +136,8 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Ten
 
 
 def token_cross_entropy(logprobs: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-sum_t w_t log p_t``: supervised loss of the tokens that count. All ``[t]``, aligned with the *predicted* token.
+    """``-sum_t w_t log p_t``: supervised loss of the tokens that count. All ``[t]``, aligned with the *predicted*
+    token.
 
     Metric sums ``nll`` with the denominator ``tokens``.
 
@@ -116,7 +145,9 @@ def token_cross_entropy(logprobs: Tensor, mask: Tensor, weights: Tensor) -> tupl
         ValueError: shapes that disagree.
     """
     if not logprobs.shape == mask.shape == weights.shape:
-        raise ValueError(f"logprobs {tuple(logprobs.shape)}, mask {tuple(mask.shape)} and weights {tuple(weights.shape)} differ")
+        raise ValueError(
+            f"logprobs {tuple(logprobs.shape)}, mask {tuple(mask.shape)} and weights {tuple(weights.shape)} differ"
+        )
     valid = mask > 0
     nll = -torch.where(valid, logprobs, logprobs.new_zeros(()))
     loss = (nll * torch.where(valid, weights, weights.new_zeros(()))).sum()
@@ -126,8 +157,8 @@ def token_cross_entropy(logprobs: Tensor, mask: Tensor, weights: Tensor) -> tupl
 def supervised_targets(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Which logits predict which token: (positions of the logits ``[N]``, positions of their targets ``[N]``).
 
-    A token is trained if its mask is 1 and it is not the first of its sequence: a first token has no predecessor, and is
-    never predicted from the sequence that happens to stand before it in the packed row.
+    A token is trained if its mask is 1 and it is not the first of its sequence: a first token has no predecessor, and
+    is never predicted from the sequence that happens to stand before it in the packed row.
     """
     check_shapes(cu_seqlens, per_token={"tokens": tokens, "mask": mask})
     first = torch.zeros(mask.numel() + 1, dtype=torch.bool, device=mask.device)

@@ -57,6 +57,8 @@ class Registry:
         accepted = self.accepts(name)
         unknown = sorted(set(extra) - accepted)
         if unknown:
-            raise ValueError(f"{self.kind} {name!r} takes no argument {', '.join(unknown)}; "
-                             f"it takes: {', '.join(sorted(accepted)) or 'none'}")
+            raise ValueError(
+                f"{self.kind} {name!r} takes no argument {', '.join(unknown)}; "
+                f"it takes: {', '.join(sorted(accepted)) or 'none'}"
+            )
         return {**{k: v for k, v in common.items() if k in accepted}, **extra}

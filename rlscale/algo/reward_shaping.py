@@ -36,22 +36,34 @@ def response_lengths(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return segment_sum((mask > 0).double(), cu_seqlens).long()
 
 
-def kl_in_reward(token_scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, *,
-                 kind: str, beta: float) -> tuple[Tensor, float]:
+def kl_in_reward(
+    token_scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    kind: str,
+    beta: float,
+) -> tuple[Tensor, float]:
     """``r_t = score_t - beta k_t`` at policy tokens (Ziegler et al. 2019).
 
-    All ``[T]``. Returns the token rewards ``[T]`` (0 at masked positions) and the mean over responses of their mean KL a token,
-    which is what the controller of ``beta`` reads.
+    All ``[T]``. Returns the token rewards ``[T]`` (0 at masked positions) and the mean over responses of their mean
+    KL a token, which is what the controller of ``beta`` reads.
 
     Raises:
         ValueError: unknown estimator, shapes that disagree.
     """
-    check_shapes(cu_seqlens, per_token={"token_scores": token_scores, "logprobs": logprobs, "ref_logprobs": ref_logprobs,
-                                        "mask": mask})
+    check_shapes(
+        cu_seqlens,
+        per_token={"token_scores": token_scores, "logprobs": logprobs, "ref_logprobs": ref_logprobs, "mask": mask},
+    )
     valid = mask > 0
     zero = token_scores.new_zeros(())
     with torch.no_grad():
-        per_token = kl(kind, torch.where(valid, logprobs, 0.0), torch.where(valid, ref_logprobs.to(logprobs.dtype), 0.0))
+        per_token = kl(
+            kind, torch.where(valid, logprobs, 0.0), torch.where(valid, ref_logprobs.to(logprobs.dtype), 0.0)
+        )
         n = segment_sum(valid.to(per_token.dtype), cu_seqlens)
         row_mean = segment_sum(per_token, cu_seqlens) / n.clamp(min=1.0)
         mean_kl = float(row_mean[n > 0].mean()) if bool((n > 0).any()) else 0.0
@@ -61,7 +73,8 @@ def kl_in_reward(token_scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, m
 def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, penalty_factor: float = 1.0) -> Tensor:
     """Soft overlong punishment (DAPO, Yu et al. 2025, eq. 13), added to the score of a response.
 
-    0 up to ``max - buffer`` tokens, then falling linearly to ``-penalty_factor`` at ``max``, where it stays. ``[B]`` -> ``[B]``.
+    0 up to ``max - buffer`` tokens, then falling linearly to ``-penalty_factor`` at ``max``, where it stays. ``[B]``
+    -> ``[B]``.
 
     Raises:
         ValueError: ``buffer`` not in ``[1, max_response_length]``.
@@ -72,8 +85,9 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
     return -(excess / buffer).clamp(0.0, 1.0) * penalty_factor
 
 
-def clip_and_scale(scores: Tensor, *, low: float | None = None, high: float | None = None, scale: float = 1.0,
-                   shift: float = 0.0) -> Tensor:
+def clip_and_scale(
+    scores: Tensor, *, low: float | None = None, high: float | None = None, scale: float = 1.0, shift: float = 0.0
+) -> Tensor:
     """``clip(scores, low, high) * scale + shift``. ``[B]`` -> ``[B]``."""
     if low is not None and high is not None and low > high:
         raise ValueError(f"rewards are clipped to [{low}, {high}], which is empty")
@@ -81,14 +95,17 @@ def clip_and_scale(scores: Tensor, *, low: float | None = None, high: float | No
 
 
 def length_reward(lengths: Tensor, scores: Tensor, group: Tensor, *, correct_above: float = 0.5) -> Tensor:
-    """Length-aware reward (Kimi k1.5, section 2.3.3): within a group, shorter is better, and never a bonus for a wrong answer.
+    """Length-aware reward (Kimi k1.5, section 2.3.3): within a group, shorter is better, and never a bonus for a
+    wrong answer.
 
     ``lambda = 0.5 - (len - min) / (max - min)`` over the group; a right response (score above ``correct_above``) gets
-    ``lambda``, a wrong one ``min(0, lambda)``; 0 where all lengths of the group are equal. Add it, scaled, to the scores.
-    All ``[B]``.
+    ``lambda``, a wrong one ``min(0, lambda)``; 0 where all lengths of the group are equal. Add it, scaled, to the
+    scores. All ``[B]``.
     """
     if not lengths.shape == scores.shape == group.shape:
-        raise ValueError(f"lengths {tuple(lengths.shape)}, scores {tuple(scores.shape)} and group {tuple(group.shape)} differ")
+        raise ValueError(
+            f"lengths {tuple(lengths.shape)}, scores {tuple(scores.shape)} and group {tuple(group.shape)} differ"
+        )
     index = torch.unique(group, return_inverse=True)[1]
     n = lengths.to(torch.promote_types(scores.dtype, torch.float32))
     groups = int(index.max()) + 1 if index.numel() else 0
@@ -98,10 +115,17 @@ def length_reward(lengths: Tensor, scores: Tensor, group: Tensor, *, correct_abo
     return torch.where(scores > correct_above, value, value.clamp(max=0.0))
 
 
-def cosine_length_reward(lengths: Tensor, correct: Tensor, *, max_response_length: int,
-                         right: Sequence[float] = (2.0, 1.0), wrong: Sequence[float] = (-10.0, 0.0),
-                         exceed: float = -10.0) -> Tensor:
-    """Cosine reward (Yeo et al. 2025): from ``(at length 0, at the maximum)`` along half a cosine; ``exceed`` at the maximum.
+def cosine_length_reward(
+    lengths: Tensor,
+    correct: Tensor,
+    *,
+    max_response_length: int,
+    right: Sequence[float] = (2.0, 1.0),
+    wrong: Sequence[float] = (-10.0, 0.0),
+    exceed: float = -10.0,
+) -> Tensor:
+    """Cosine reward (Yeo et al. 2025): from ``(at length 0, at the maximum)`` along half a cosine; ``exceed`` at the
+    maximum.
 
     ``lengths``: ``[B]`` tokens; ``correct``: ``[B]`` bool -> ``[B]``.
     """

@@ -1,7 +1,7 @@
 """Arithmetic on flat tokens cut into sequences by ``cu_seqlens``: sums, broadcasts and first-order recurrences.
 
-A flat batch has ``T`` tokens of ``B`` sequences; sequence ``i`` is ``[cu_seqlens[i], cu_seqlens[i+1])``. Nothing here pads,
-and nothing depends on how the sequences are ordered or divided, except through the rounding of sums.
+A flat batch has ``T`` tokens of ``B`` sequences; sequence ``i`` is ``[cu_seqlens[i], cu_seqlens[i+1])``. Nothing here
+pads, and nothing depends on how the sequences are ordered or divided, except through the rounding of sums.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import Tensor
 _BLOCK = 32  # tokens a block of the blocked scan
 
 
-def check_shapes(cu_seqlens: Tensor, *, per_token: dict[str, Tensor | None], per_sequence: dict[str, Tensor | None] | None = None) -> None:
+def check_shapes(
+    cu_seqlens: Tensor, *, per_token: dict[str, Tensor | None], per_sequence: dict[str, Tensor | None] | None = None
+) -> None:
     """Every named tensor is 1-D with one entry a token (or a sequence); ``None`` is skipped.
 
     Raises:
@@ -27,8 +29,9 @@ def check_shapes(cu_seqlens: Tensor, *, per_token: dict[str, Tensor | None], per
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but there are {tokens} tokens ([{tokens}] is needed)")
     for name, x in (per_sequence or {}).items():
         if x is not None and tuple(x.shape) != (sequences,):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, but there are {sequences} sequences "
-                             f"(one entry for each is needed)")
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, but there are {sequences} sequences (one entry for each is needed)"
+            )
 
 
 def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -41,8 +44,8 @@ def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 def row_sums(x: Tensor, valid: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum over the valid tokens of each sequence in float64, without gradient. ``x``, ``valid``: ``[T]`` -> ``[B]``.
 
-    On the CPU this is numpy's segmented sum over the product with the mask, several times faster than selecting first; only
-    where a sum is not finite is it taken again over the selected tokens, because NaN times 0 is NaN.
+    On the CPU this is numpy's segmented sum over the product with the mask, several times faster than selecting
+    first; only where a sum is not finite is it taken again over the selected tokens, because NaN times 0 is NaN.
     """
     if x.device.type != "cpu" or x.numel() == 0:
         return segment_sum(torch.where(valid, x.detach().double(), 0.0), cu_seqlens)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor,
-               clip: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor, clip: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """``1/2 sum_t w_t max((v - R)^2, (clip(v, v_old +- clip) - R)^2)``, a weighted sum that adds up over micro-batches.
 
     Args:
@@ -15,8 +16,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
         clip: how far a value may move from the old one; ``None``: plain squared error.
 
     Returns:
-        The loss, and sums over tokens ``vf_clipfrac``, ``value`` with their denominator ``tokens``. NaN at masked positions
-        changes nothing.
+        The loss, and sums over tokens ``vf_clipfrac``, ``value`` with their denominator ``tokens``. NaN at masked
+        positions changes nothing.
 
     Raises:
         ValueError: shapes that disagree.
@@ -26,7 +27,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
             raise ValueError(f"{name} has shape {tuple(x.shape)}, values {tuple(values.shape)}")
     valid = mask > 0
     zero = values.new_zeros(())
-    v, v_old, target = (torch.where(valid, x, zero) for x in (values, old_values.to(values.dtype), returns.to(values.dtype)))
+    v, v_old, target = (
+        torch.where(valid, x, zero) for x in (values, old_values.to(values.dtype), returns.to(values.dtype))
+    )
     error = (v - target).square()
     clipped = error if clip is None else (torch.clamp(v, v_old - clip, v_old + clip) - target).square()
     loss = 0.5 * (torch.maximum(error, clipped) * torch.where(valid, weights, weights.new_zeros(()))).sum()

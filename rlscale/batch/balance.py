@@ -1,8 +1,8 @@
 """Dividing sequences evenly: over ranks by cost, with a largest-first pass and pairwise exchanges.
 
-`balanced_partition` first gives each item, largest first, to the lightest part (LPT, Graham 1969), then lowers the heaviest
-part by the single move or exchange with a lighter part that gains most, until none helps. Small problems are also
-solved by largest differencing (Karmarkar and Karp 1982) and the better result is kept.
+`balanced_partition` first gives each item, largest first, to the lightest part (LPT, Graham 1969), then lowers the
+heaviest part by the single move or exchange with a lighter part that gains most, until none helps. Small problems are
+also solved by largest differencing (Karmarkar and Karp 1982) and the better result is kept.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _largest_differencing(c: Items, parts: int, equal_size: bool) -> list[list[i
     order = np.argsort(c, kind="stable").tolist()
     cost = c.tolist()
     if equal_size:  # start from blocks of one item a part, so that sizes stay equal
-        blocks = [order[k:k + parts] for k in range(0, len(order), parts)]
+        blocks = [order[k : k + parts] for k in range(0, len(order), parts)]
     else:
         blocks = [[i] for i in order]
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []

@@ -1,10 +1,11 @@
-"""Cutting a batch into micro-batches that never exceed a token budget, as few as a good packer finds, evenly over ranks.
+"""Cutting a batch into micro-batches that never exceed a token budget, as few as a good packer finds, evenly over
+ranks.
 
-A unit of work is a prompt with some of its responses. With a shared prefix the prompt is computed once for all of them, so a
-unit costs its prompt plus its responses, and the responses of one prompt are kept together where the budget allows;
-without it each response is a unit that costs its prompt plus itself. Units are divided over ranks by cost, then packed on
-each rank, largest first into the fullest micro-batch that still has room. Ranks with fewer micro-batches get empty ones, so
-that every rank takes part in every collective call.
+A unit of work is a prompt with some of its responses. With a shared prefix the prompt is computed once for all of
+them, so a unit costs its prompt plus its responses, and the responses of one prompt are kept together where the
+budget allows; without it each response is a unit that costs its prompt plus itself. Units are divided over ranks by
+cost, then packed on each rank, largest first into the fullest micro-batch that still has room. Ranks with fewer
+micro-batches get empty ones, so that every rank takes part in every collective call.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ Cost = Callable[[list[int]], int]  # tokens of a unit, from its rows
 _ACCEPTABLE_IMBALANCE = 1.05  # max / mean over ranks above which groups are cut
 
 
-def pack_by_budget(costs: Sequence[int], budget: int, *, counts: Sequence[int] | None = None,
-                   max_count: int | None = None) -> list[list[int]]:
+def pack_by_budget(
+    costs: Sequence[int], budget: int, *, counts: Sequence[int] | None = None, max_count: int | None = None
+) -> list[list[int]]:
     """Item numbers of each bin: no bin above ``budget``, few bins (best-fit decreasing).
 
     Args:
-        costs: ``[n]`` tokens of each item. counts: ``[n]`` sequences of each item (default 1), of which a bin takes at most
-        ``max_count`` (default: any number).
+        costs: ``[n]`` tokens of each item. counts: ``[n]`` sequences of each item (default 1), of which a bin takes
+        at most ``max_count`` (default: any number).
 
     Raises:
         ValueError: an item alone is above the budget; names it.
@@ -58,8 +60,9 @@ def pack_by_budget(costs: Sequence[int], budget: int, *, counts: Sequence[int] |
     return bins
 
 
-def plan_micro_batches(batch: PackedBatch, num_ranks: int, *, max_tokens: int | None, max_sequences: int | None,
-                       share_prefix: bool) -> list[list[Tensor]]:
+def plan_micro_batches(
+    batch: PackedBatch, num_ranks: int, *, max_tokens: int | None, max_sequences: int | None, share_prefix: bool
+) -> list[list[Tensor]]:
     """``[rank][micro-batch]`` -> rows ``[b]`` int64 of the batch, ascending.
 
     Every row stands exactly once; every rank has the same number of micro-batches, some of them possibly empty.
@@ -73,7 +76,9 @@ def plan_micro_batches(batch: PackedBatch, num_ranks: int, *, max_tokens: int | 
         ValueError: neither limit given or below 1, or one row alone exceeds ``max_tokens`` (named).
     """
     if num_ranks < 1 or (max_tokens is None and max_sequences is None):
-        raise ValueError(f"micro-batches need num_ranks >= 1 and a limit, got {num_ranks}, {max_tokens}, {max_sequences}")
+        raise ValueError(
+            f"micro-batches need num_ranks >= 1 and a limit, got {num_ranks}, {max_tokens}, {max_sequences}"
+        )
     for name, limit in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
         if limit is not None and limit < 1:
             raise ValueError(f"{name} must be at least 1, got {limit}")
@@ -81,22 +86,32 @@ def plan_micro_batches(batch: PackedBatch, num_ranks: int, *, max_tokens: int | 
     prompt = batch.prompt_lengths[batch.group].tolist()
     for row, (p, r) in enumerate(zip(prompt, response, strict=True)):
         if max_tokens is not None and p + r > max_tokens:
-            raise ValueError(f"sample {row} has {p + r} tokens (prompt {p}, response {r}), more than the budget of {max_tokens} "
-                             f"tokens a micro-batch")
+            raise ValueError(
+                f"sample {row} has {p + r} tokens (prompt {p}, response {r}), more than the budget of {max_tokens} "
+                f"tokens a micro-batch"
+            )
     units = _units(batch.group.tolist(), prompt, response, max_tokens, max_sequences, share_prefix)
 
     def cost(rows: list[int]) -> int:
         return prompt[rows[0]] + sum(response[r] for r in rows)
 
     units, ranks = _divide(units, cost, num_ranks)
-    plans = [[[r for u in micro for r in units[u]] for micro in _pack(part, units, cost, max_tokens, max_sequences)]
-             for part in ranks]
+    plans = [
+        [[r for u in micro for r in units[u]] for micro in _pack(part, units, cost, max_tokens, max_sequences)]
+        for part in ranks
+    ]
     count = max((len(p) for p in plans), default=0)
     return [[torch.tensor(sorted(rows), dtype=torch.int64) for rows in p + [[]] * (count - len(p))] for p in plans]
 
 
-def _units(group: list[int], prompt: list[int], response: list[int], max_tokens: int | None, max_sequences: int | None,
-           share_prefix: bool) -> list[list[int]]:
+def _units(
+    group: list[int],
+    prompt: list[int],
+    response: list[int],
+    max_tokens: int | None,
+    max_sequences: int | None,
+    share_prefix: bool,
+) -> list[list[int]]:
     """Rows of each unit; a group above a limit is packed into several units."""
     if not share_prefix:
         return [[r] for r in range(len(group))]
@@ -110,7 +125,7 @@ def _units(group: list[int], prompt: list[int], response: list[int], max_tokens:
             free = max_tokens - prompt[rows[0]]
             pieces = [[rows[k] for k in piece] for piece in pack_by_budget([response[r] for r in rows], free)]
         size = max_sequences or len(rows)
-        units += [piece[k:k + size] for piece in pieces for k in range(0, len(piece), size)]
+        units += [piece[k : k + size] for piece in pieces for k in range(0, len(piece), size)]
     return units
 
 
@@ -142,8 +157,9 @@ def _cut(units: list[list[int]], costs: list[int], cost: Cost, limit: float) -> 
     return out
 
 
-def _pack(part: list[int], units: list[list[int]], cost: Cost, max_tokens: int | None,
-          max_sequences: int | None) -> list[list[int]]:
+def _pack(
+    part: list[int], units: list[list[int]], cost: Cost, max_tokens: int | None, max_sequences: int | None
+) -> list[list[int]]:
     """Unit numbers of each micro-batch of one rank."""
     costs = [cost(units[u]) for u in part]
     budget = max_tokens if max_tokens is not None else max(sum(costs), 1)

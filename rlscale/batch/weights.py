@@ -12,8 +12,15 @@ from torch import Tensor
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def loss_weights(mask: Tensor, cu_seqlens: Tensor, mode: str, *, scale_factor: float | None = None,
-                 num_tokens: float | None = None, num_sequences: float | None = None) -> Tensor:
+def loss_weights(
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    mode: str,
+    *,
+    scale_factor: float | None = None,
+    num_tokens: float | None = None,
+    num_sequences: float | None = None,
+) -> Tensor:
     """Weight of each token of a whole mini-batch.
 
     With ``N`` tokens of mask 1, ``S`` sequences that have at least one, ``n_i`` of them in sequence ``i``:

@@ -1,14 +1,15 @@
 """Log-prob and entropy of given tokens straight from hidden states: the output layer, in chunks, over the TP group.
 
-A vocabulary of 150,000 makes the logits of a long batch the largest tensor of a training step, although the loss needs one
-number a token. Here at most ``chunk`` tokens of logits exist at a time: the forward pass keeps a few numbers a token, and the
-backward pass computes each chunk's logits again. The chunk that the forward pass sees last is not computed twice: backward
-starts with it, so it is kept as unnormalised probabilities in the working dtype (a batch of one chunk costs three matrix
-products, not four).
+A vocabulary of 150,000 makes the logits of a long batch the largest tensor of a training step, although the loss
+needs one number a token. Here at most ``chunk`` tokens of logits exist at a time: the forward pass keeps a few
+numbers a token, and the backward pass computes each chunk's logits again. The chunk that the forward pass sees last
+is not computed twice: backward starts with it, so it is kept as unnormalised probabilities in the working dtype (a
+batch of one chunk costs three matrix products, not four).
 
-Matrix products are in the input's dtype. The softmax is in float32, a few rows at a time so that they stay in the cache. Its
-gradient needs no pass over the logits' full size: with ``e = exp(z - max)``, ``s = sum e`` and upstream gradient ``g``,
-``d(g log p_y)/dz = (g / s) (s [y] - e)``, and the factor ``g / s`` of a row moves to the small side of both products.
+Matrix products are in the input's dtype. The softmax is in float32, a few rows at a time so that they stay in the
+cache. Its gradient needs no pass over the logits' full size: with ``e = exp(z - max)``, ``s = sum e`` and upstream
+gradient ``g``, ``d(g log p_y)/dz = (g / s) (s [y] - e)``, and the factor ``g / s`` of a row moves to the small side
+of both products.
 """
 
 from __future__ import annotations
@@ -47,21 +48,31 @@ class _Stats:
     entropy: Tensor | None
 
 
-def vocab_parallel_logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0,
-                                   chunk: int = 1024, tp_group: dist.ProcessGroup | None = None, vocab_start: int = 0,
-                                   vocab_real: int | None = None, with_entropy: bool = False,
-                                   entropy_grad: bool = False) -> tuple[Tensor, Tensor | None]:
+def vocab_parallel_logprob_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_real: int | None = None,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """``log softmax(hidden weight^T / temperature)`` at the targets, and the entropy of that distribution.
 
-    Over a TP group it acts as a column-parallel linear layer with replicated input: ``hidden`` and ``targets`` are the same
-    on every rank, ``weight`` is the rank's slice, the results are the same on every rank, and the gradient of ``hidden`` is
-    all-reduced. (With sequence parallelism gather the hidden states first, without another reduction in backward.)
+    Over a TP group it acts as a column-parallel linear layer with replicated input: ``hidden`` and ``targets`` are
+    the same on every rank, ``weight`` is the rank's slice, the results are the same on every rank, and the gradient
+    of ``hidden`` is all-reduced. (With sequence parallelism gather the hidden states first, without another reduction
+    in backward.)
 
     Args:
         hidden: ``[t, h]``; weight: ``[v_local, h]`` of the same dtype; targets: ``[t]`` int64 global token ids.
         chunk: tokens whose logits exist at one time.
-        vocab_start: first token id of this rank's slice; vocab_real: vocabulary without padding (columns from there on are
-            excluded from the softmax and get no gradient); ``None``: no padding.
+        vocab_start: first token id of this rank's slice; vocab_real: vocabulary without padding (columns from there
+            on are excluded from the softmax and get no gradient); ``None``: no padding.
         with_entropy: return the entropy; entropy_grad: with its gradient.
 
     Returns:
@@ -70,9 +81,16 @@ def vocab_parallel_logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tens
     Raises:
         ValueError: shapes or dtypes that disagree, ``temperature <= 0``, ``chunk < 1``.
     """
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
-                         f"must be [t, h], [v, h] and [t]")
+    if (
+        hidden.dim() != 2
+        or weight.dim() != 2
+        or hidden.shape[1] != weight.shape[1]
+        or targets.shape != hidden.shape[:1]
+    ):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
+            f"must be [t, h], [v, h] and [t]"
+        )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must have one dtype")
     if not temperature > 0 or chunk < 1:
@@ -88,10 +106,14 @@ def vocab_parallel_logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tens
 
 
 class _Head(torch.autograd.Function):
-    """See `vocab_parallel_logprob_entropy`. ``local``: target columns of this rank, ``mine``: whether it holds the target."""
+    """See `vocab_parallel_logprob_entropy`. ``local``: target columns of this rank, ``mine``: whether it holds the
+    target.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, local: Tensor, mine: Tensor, spec: _Spec) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, local: Tensor, mine: Tensor, spec: _Spec
+    ) -> tuple[Tensor, Tensor]:
         tokens, columns = hidden.shape[0], weight.shape[0]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprob = torch.empty(tokens, dtype=wide, device=hidden.device)
@@ -102,7 +124,7 @@ class _Head(torch.autograd.Function):
         buffer = hidden.new_empty(min(_piece(hidden, spec), keep_from), columns)
         for rows in _pieces(0, tokens, hidden, spec):
             keep = rows.start >= keep_from
-            z = kept[rows.start - keep_from:rows.stop - keep_from] if keep else buffer[:rows.stop - rows.start]
+            z = kept[rows.start - keep_from : rows.stop - keep_from] if keep else buffer[: rows.stop - rows.start]
             torch.mm(hidden[rows], weight.t(), out=z)
             s = _softmax_stats(z, local[rows], mine[rows], spec, overwrite=keep and not spec.entropy_grad)
             logprob[rows] = s.target - s.total.log()
@@ -116,7 +138,9 @@ class _Head(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx: Any, g_logprob: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, g_logprob: Tensor, g_entropy: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, local, mine, stats, logprob, entropy = ctx.saved_tensors
         spec: _Spec = ctx.spec
         want_h, want_w = ctx.needs_input_grad[:2]
@@ -135,7 +159,9 @@ class _Head(torch.autograd.Function):
             g = g_logprob[rows]
             if spec.entropy_grad:
                 scale = torch.full_like(g, -1.0 / spec.temperature)
-                _entropy_gradient(z, stats[:, rows], entropy[rows], g, g_entropy[rows], local[rows], mine[rows], logprob[rows], spec)
+                _entropy_gradient(
+                    z, stats[:, rows], entropy[rows], g, g_entropy[rows], local[rows], mine[rows], logprob[rows], spec
+                )
             else:
                 if fresh:
                     _exponentiate(z, stats[0, rows], spec.temperature)
@@ -148,17 +174,22 @@ class _Head(torch.autograd.Function):
                 grad_w = _add_outer(grad_w, z, (hidden[rows] * scale.unsqueeze(1)).to(z.dtype), single=len(starts) == 1)
         if grad_h is not None and spec.group is not None:
             dist.all_reduce(grad_h, group=spec.group)
+        z = None  # before the sum is rounded to the working dtype
         if want_w:
             grad_w = torch.zeros_like(weight) if grad_w is None else grad_w.to(weight.dtype)
         return grad_h, grad_w, None, None, None
 
 
 def _add_outer(total: Tensor | None, z: Tensor, hidden: Tensor, single: bool) -> Tensor:
-    """``total + z^T hidden`` ``[v, h]``, summed over chunks in float32 by blocks of columns; one chunk: in its own dtype."""
+    """``total + z^T hidden`` ``[v, h]``, summed over chunks in float32 by blocks of columns; one chunk: in its own
+    dtype.
+    """
     if single:
         return z.t() @ hidden
     if total is None:
-        total = torch.zeros(z.shape[1], hidden.shape[1], device=z.device, dtype=torch.promote_types(z.dtype, torch.float32))
+        total = torch.zeros(
+            z.shape[1], hidden.shape[1], device=z.device, dtype=torch.promote_types(z.dtype, torch.float32)
+        )
     for c in range(0, z.shape[1], _COLUMNS):
         block = slice(c, c + _COLUMNS)
         if total.dtype == z.dtype:
@@ -170,7 +201,7 @@ def _add_outer(total: Tensor | None, z: Tensor, hidden: Tensor, single: bool) ->
 
 def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None) -> Tensor:
     """``hidden weight^T`` ``[c, v]``, in ``buffer`` if there is one."""
-    return hidden @ weight.t() if buffer is None else torch.mm(hidden, weight.t(), out=buffer[:hidden.shape[0]])
+    return hidden @ weight.t() if buffer is None else torch.mm(hidden, weight.t(), out=buffer[: hidden.shape[0]])
 
 
 def _piece(hidden: Tensor, spec: _Spec) -> int:
@@ -215,12 +246,12 @@ def _softmax_stats(z: Tensor, local: Tensor, mine: Tensor, spec: _Spec, overwrit
         room2 = torch.empty_like(room) if spec.with_entropy and room is not None else None
         for rows in tiles:
             assert room is not None
-            x = room[:rows.stop - rows.start]
+            x = room[: rows.stop - rows.start]
             x.copy_(z[rows]).sub_(peak[rows].unsqueeze(1))
             if inverse != 1.0:
                 x.mul_(inverse)
             if room2 is not None:
-                e = torch.exp(x, out=room2[:x.shape[0]])
+                e = torch.exp(x, out=room2[: x.shape[0]])
                 torch.sum(x.mul_(e), -1, out=sums[2, rows])
             else:
                 e = x.exp_()
@@ -238,7 +269,7 @@ def _exponentiate(z: Tensor, peak: Tensor, temperature: float) -> None:
     tiles = _tiles(z)
     room = _scratch(z, tiles[0].stop) if tiles else None
     for rows in tiles:
-        x = z[rows] if room is None else room[:rows.stop - rows.start].copy_(z[rows])
+        x = z[rows] if room is None else room[: rows.stop - rows.start].copy_(z[rows])
         x.sub_(peak[rows].unsqueeze(1))
         if temperature != 1.0:
             x.mul_(1.0 / temperature)
@@ -248,15 +279,28 @@ def _exponentiate(z: Tensor, peak: Tensor, temperature: float) -> None:
 
 
 def _set_targets(e: Tensor, local: Tensor, mine: Tensor, value: Tensor) -> None:
-    """Put ``e_y - s = s (p_y - 1)`` at the targets of this rank, from exact float32 numbers: no cancellation for ``p_y`` near 1."""
+    """Put ``e_y - s = s (p_y - 1)`` at the targets of this rank, from exact float32 numbers: no cancellation for
+    ``p_y`` near 1.
+    """
     if e.shape[1]:
         here = mine.nonzero().squeeze(1)
         e[here, local[here]] = value[here].to(e.dtype)
 
 
-def _entropy_gradient(z: Tensor, stats: Tensor, entropy: Tensor, g: Tensor, g_entropy: Tensor, local: Tensor, mine: Tensor,
-                      logprob: Tensor, spec: _Spec) -> None:
-    """``z <- g (p - [y]) + g_entropy p (log p + H)`` in place: minus the gradient of both outputs w.r.t. the scaled logits."""
+def _entropy_gradient(
+    z: Tensor,
+    stats: Tensor,
+    entropy: Tensor,
+    g: Tensor,
+    g_entropy: Tensor,
+    local: Tensor,
+    mine: Tensor,
+    logprob: Tensor,
+    spec: _Spec,
+) -> None:
+    """``z <- g (p - [y]) + g_entropy p (log p + H)`` in place: minus the gradient of both outputs w.r.t. the scaled
+    logits.
+    """
     peak, total = stats
     log_total = total.log()
     tiles = _tiles(z)
@@ -265,9 +309,9 @@ def _entropy_gradient(z: Tensor, stats: Tensor, entropy: Tensor, g: Tensor, g_en
     room2 = torch.empty_like(room) if room is not None else None
     for rows in tiles:
         assert room is not None and room2 is not None
-        x = room[:rows.stop - rows.start]
+        x = room[: rows.stop - rows.start]
         x.copy_(z[rows]).sub_(peak[rows].unsqueeze(1)).mul_(1.0 / spec.temperature).sub_(log_total[rows].unsqueeze(1))
-        p = torch.exp(x, out=room2[:x.shape[0]])
+        p = torch.exp(x, out=room2[: x.shape[0]])
         x.add_(entropy[rows].unsqueeze(1)).mul_(g_entropy[rows].unsqueeze(1)).add_(g[rows].unsqueeze(1)).mul_(p)
         z[rows] = x
     p_y = logprob.exp()

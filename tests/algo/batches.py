@@ -68,8 +68,18 @@ def random_flat(seed: int, sequences: int = 9, longest: int = 11) -> Flat:
         return torch.randn(t, generator=g, dtype=torch.float64) * scale
 
     mask = (torch.rand(t, generator=g) > 0.25).double()
-    mask[int(cu[1]):int(cu[2])] = 0.0  # sequence 1: observations only
+    mask[int(cu[1]) : int(cu[2])] = 0.0  # sequence 1: observations only
     old = -torch.rand(t, generator=g, dtype=torch.float64) * 2 - 0.05
-    return Flat(cu=cu, group=torch.randint(0, 4, (sequences,), generator=g) * 7 - 3, mask=mask, rewards=normal() * mask,
-                logp=(old + normal(0.4)).clamp(max=-0.01), old=old, ref=old + normal(0.5), adv=normal(), values=normal(),
-                returns=normal(), is_weights=torch.rand(t, generator=g, dtype=torch.float64) + 0.5)
+    return Flat(
+        cu=cu,
+        group=torch.randint(0, 4, (sequences,), generator=g) * 7 - 3,
+        mask=mask,
+        rewards=normal() * mask,
+        logp=(old + normal(0.4)).clamp(max=-0.01),
+        old=old,
+        ref=old + normal(0.5),
+        adv=normal(),
+        values=normal(),
+        returns=normal(),
+        is_weights=torch.rand(t, generator=g, dtype=torch.float64) + 0.5,
+    )

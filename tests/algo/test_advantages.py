@@ -14,28 +14,42 @@ from rlscale.algo.advantages import ADVANTAGES, estimate_advantages
 from rlscale.algo.segments import reverse_scan, whiten
 from tests.algo.batches import Flat, random_flat
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "gdpo", "optimal_token_baseline")
+GROUP_ESTIMATORS = (
+    "grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "grpo_passk",
+    "reinforce_plus_plus_baseline",
+    "gdpo",
+    "optimal_token_baseline",
+)
 
 
 def rows_of(b: Flat) -> list[list[tuple[int, float]]]:
     """(token position, reward) of the policy tokens of each sequence."""
-    return [[(t, float(b.rewards[t])) for t in range(int(b.cu[i]), int(b.cu[i + 1])) if b.mask[t] > 0] for i in range(b.sequences)]
+    return [
+        [(t, float(b.rewards[t])) for t in range(int(b.cu[i]), int(b.cu[i + 1])) if b.mask[t] > 0]
+        for i in range(b.sequences)
+    ]
 
 
 def call(name: str, b: Flat, **args):
     torch.manual_seed(5)
     if name == "gdpo":
-        args.setdefault("components", torch.randn(2, 100, dtype=torch.float64)[:, :b.sequences])
+        args.setdefault("components", torch.randn(2, 100, dtype=torch.float64)[:, : b.sequences])
     if name.endswith("optimal_token_baseline"):
         args |= {"old_logprobs": b.old, "sum_pi_squared": b.is_weights / 3}
     if name == "remax":
         args.setdefault("baselines", torch.arange(b.sequences, dtype=torch.float64))
-    return estimate_advantages(name, token_rewards=b.rewards, mask=b.mask, cu_seqlens=b.cu, group=b.group, values=b.values, **args)
+    return estimate_advantages(
+        name, token_rewards=b.rewards, mask=b.mask, cu_seqlens=b.cu, group=b.group, values=b.values, **args
+    )
 
 
 def whitened(values: dict[int, float]) -> dict[int, float]:
     if len(values) < 2:
-        return {t: 0.0 for t in values}
+        return dict.fromkeys(values, 0.0)
     mean, var = statistics.fmean(values.values()), statistics.variance(values.values())
     return {t: (v - mean) / math.sqrt(var + 1e-8) for t, v in values.items()}
 
@@ -87,13 +101,26 @@ def expected(name: str, b: Flat, gamma: float, lam: float) -> dict[int, float]:
         out = whitened(out)
     if name == "reinforce_plus_plus_baseline":
         alone = {t for i, row in enumerate(rows) for t, _ in row if len(peers[i]) == 1}
-        out = whitened({t: v for t, v in out.items() if t not in alone}) | {t: 0.0 for t in alone}
+        out = whitened({t: v for t, v in out.items() if t not in alone}) | dict.fromkeys(alone, 0.0)
     return out
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
-                                  "opo", "gpg", "grpo_passk"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gae",
+        "grpo",
+        "rloo",
+        "reinforce",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "opo",
+        "gpg",
+        "grpo_passk",
+    ],
+)
 def test_equals_loops(name: str, seed: int) -> None:
     b = random_flat(seed, sequences=12, longest=40)
     gamma, lam = random.Random(seed).choice([(1.0, 1.0), (0.97, 0.9), (0.5, 0.0)])
@@ -123,8 +150,10 @@ def test_order_and_group_names_do_not_matter(name: str) -> None:
     order = random.Random(0).sample(range(b.sequences), b.sequences)
     at, shuffled = b.tokens_of(order), b.take(order)
     shuffled.group = shuffled.group * -13 + 5
-    extra = {"components": torch.randn(2, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(2)),
-             "baselines": torch.arange(14, dtype=torch.float64)}
+    extra = {
+        "components": torch.randn(2, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(2)),
+        "baselines": torch.arange(14, dtype=torch.float64),
+    }
     moved = {"components": extra["components"][:, order], "baselines": extra["baselines"][order]}
     whole, other = call(name, b, gamma=0.9, lam=0.8, **extra), call(name, shuffled, gamma=0.9, lam=0.8, **moved)
     torch.testing.assert_close(other.advantages, whole.advantages[at], rtol=1e-12, atol=1e-13)
@@ -148,8 +177,14 @@ def test_masked_positions_and_empty_batches(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in GROUP_ESTIMATORS if n != "optimal_token_baseline"])
 def test_equal_rewards_give_exactly_zero(name: str, reward: float, dtype: torch.dtype) -> None:
     rewards = torch.full((7,), reward, dtype=dtype)
-    a = estimate_advantages(name, token_rewards=rewards, mask=torch.ones(7), cu_seqlens=torch.arange(8),
-                            group=torch.zeros(7, dtype=torch.int64), components=rewards[None])
+    a = estimate_advantages(
+        name,
+        token_rewards=rewards,
+        mask=torch.ones(7),
+        cu_seqlens=torch.arange(8),
+        group=torch.zeros(7, dtype=torch.int64),
+        components=rewards[None],
+    )
     assert a.advantages.dtype == dtype and bool((a.advantages == 0).all())
     assert a.metrics["zero_std_groups"] == 1
 
@@ -157,8 +192,16 @@ def test_equal_rewards_give_exactly_zero(name: str, reward: float, dtype: torch.
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_group_of_one_gets_zero_and_is_counted(name: str) -> None:
     r = torch.tensor([5.0, 1.0, 0.0])
-    a = estimate_advantages(name, token_rewards=r, mask=torch.ones(3), cu_seqlens=torch.arange(4), group=torch.tensor([9, 4, 4]),
-                            components=r[None], old_logprobs=-torch.ones(3), sum_pi_squared=torch.ones(3) / 2)
+    a = estimate_advantages(
+        name,
+        token_rewards=r,
+        mask=torch.ones(3),
+        cu_seqlens=torch.arange(4),
+        group=torch.tensor([9, 4, 4]),
+        components=r[None],
+        old_logprobs=-torch.ones(3),
+        sum_pi_squared=torch.ones(3) / 2,
+    )
     assert float(a.advantages[0]) == 0.0 and bool(a.advantages[1:].isfinite().all())
     assert a.metrics["singleton_groups"] == 1 and a.metrics["groups"] == 2
 
@@ -172,7 +215,7 @@ def test_reward_that_is_not_finite_is_named_and_left_out(name: str) -> None:
     with pytest.warns(UserWarning, match=r"1 of 10 rewards are not finite: sequences \[0\]"):
         got = call(name, b)
     assert got.metrics["invalid_rewards"] == 1 and got.invalid_rows.tolist() == [0]
-    assert bool((got.advantages[:int(b.cu[1])] == 0).all())
+    assert bool((got.advantages[: int(b.cu[1])] == 0).all())
     rest = b.take(list(range(1, 10)))
     extra = {} if name != "gdpo" else {"components": None}
     if name == "gdpo":
@@ -180,16 +223,28 @@ def test_reward_that_is_not_finite_is_named_and_left_out(name: str) -> None:
         extra = {"components": torch.randn(2, 100, dtype=torch.float64)[:, 1:10]}
     if name == "remax":
         extra = {"baselines": torch.arange(1, 10, dtype=torch.float64)}
-    torch.testing.assert_close(got.advantages[int(b.cu[1]):], call(name, rest, **extra).advantages, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        got.advantages[int(b.cu[1]) :], call(name, rest, **extra).advantages, rtol=1e-12, atol=1e-13
+    )
     with pytest.raises(ValueError, match="not finite"):
         call(name, b, on_invalid="error")
 
 
 def test_optimal_token_baseline_by_hand() -> None:
     """Two rows of 2 and 1 tokens; w = 1 - 2 p + q; beyond the shorter row the baseline is 0 with handle_zero_tail."""
-    old, q = torch.tensor([0.5, 0.25, 0.5], dtype=torch.float64).log(), torch.tensor([0.5, 0.7, 0.9], dtype=torch.float64)
-    args = {"token_rewards": torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64), "mask": torch.ones(3), "cu_seqlens": torch.tensor([0, 2, 3]),
-            "group": torch.zeros(2), "old_logprobs": old, "sum_pi_squared": q, "epsilon": 0.0}
+    old, q = (
+        torch.tensor([0.5, 0.25, 0.5], dtype=torch.float64).log(),
+        torch.tensor([0.5, 0.7, 0.9], dtype=torch.float64),
+    )
+    args = {
+        "token_rewards": torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64),
+        "mask": torch.ones(3),
+        "cu_seqlens": torch.tensor([0, 2, 3]),
+        "group": torch.zeros(2),
+        "old_logprobs": old,
+        "sum_pi_squared": q,
+        "epsilon": 0.0,
+    }
     w = [0.5, 1.2, 0.9]
     b0 = (1.0 * w[0] + 3.0 * w[2]) / (w[0] + w[2])
     tail = estimate_advantages("optimal_token_baseline", **args, handle_zero_tail=False).advantages
@@ -199,10 +254,19 @@ def test_optimal_token_baseline_by_hand() -> None:
 
 
 def test_gdpo_by_hand() -> None:
-    """Two components with standard deviation sqrt(1/2) and sqrt(8): each gives +-sqrt(1/2), then whitening over three tokens."""
+    """Two components with standard deviation sqrt(1/2) and sqrt(8): each gives +-sqrt(1/2), then whitening over three
+    tokens.
+    """
     components = torch.tensor([[0.0, 1.0], [4.0, 0.0]], dtype=torch.float64)
-    a = estimate_advantages("gdpo", token_rewards=torch.zeros(3, dtype=torch.float64), mask=torch.ones(3), cu_seqlens=torch.tensor([0, 1, 3]),
-                            group=torch.zeros(2), components=components, weights=[3.0, 1.0])
+    a = estimate_advantages(
+        "gdpo",
+        token_rewards=torch.zeros(3, dtype=torch.float64),
+        mask=torch.ones(3),
+        cu_seqlens=torch.tensor([0, 1, 3]),
+        group=torch.zeros(2),
+        components=components,
+        weights=[3.0, 1.0],
+    )
     h = math.sqrt(0.5)
     first = -3 * h + h
     want = whitened({0: first, 1: -first, 2: -first})
@@ -213,10 +277,16 @@ def test_leave_one_out_deviation_of_equal_others() -> None:
     for rewards in ([1.0, 0.0, 0.0, 0.0], [0.0] + [0.95] * 7):
         r = torch.tensor(rewards, dtype=torch.float64)
         n = r.numel()
-        a = estimate_advantages("rloo", token_rewards=r, mask=torch.ones(n), cu_seqlens=torch.arange(n + 1), group=torch.zeros(n),
-                                norm_by_loo_std=True).advantages
+        a = estimate_advantages(
+            "rloo",
+            token_rewards=r,
+            mask=torch.ones(n),
+            cu_seqlens=torch.arange(n + 1),
+            group=torch.zeros(n),
+            norm_by_loo_std=True,
+        ).advantages
         for i in range(n):
-            others = rewards[:i] + rewards[i + 1:]
+            others = rewards[:i] + rewards[i + 1 :]
             std = statistics.stdev(others) if len(set(others)) > 1 else 1.0
             assert float(a[i]) == pytest.approx((rewards[i] - statistics.fmean(others)) / std, rel=1e-9)
 
@@ -228,7 +298,12 @@ def test_whiten_of_few_tokens() -> None:
 
 
 def test_errors() -> None:
-    ok = {"token_rewards": torch.zeros(4), "mask": torch.ones(4), "cu_seqlens": torch.tensor([0, 2, 4]), "group": torch.zeros(2)}
+    ok = {
+        "token_rewards": torch.zeros(4),
+        "mask": torch.ones(4),
+        "cu_seqlens": torch.tensor([0, 2, 4]),
+        "group": torch.zeros(2),
+    }
     with pytest.raises(ValueError, match="unknown advantage estimator 'grop'; known: gae, gdpo, gpg, grpo"):
         estimate_advantages("grop", **ok)
     with pytest.raises(ValueError, match="takes no argument epz; it takes: eps, norm_by_std"):

@@ -20,7 +20,9 @@ from tests.algo.batches import Flat, random_flat
 
 
 def rows(b: Flat, q: torch.Tensor) -> list[list[tuple[int, float]]]:
-    return [[(t, q[t].item()) for t in range(int(b.cu[i]), int(b.cu[i + 1])) if b.mask[t] > 0] for i in range(b.sequences)]
+    return [
+        [(t, q[t].item()) for t in range(int(b.cu[i]), int(b.cu[i + 1])) if b.mask[t] > 0] for i in range(b.sequences)
+    ]
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -29,7 +31,9 @@ def rows(b: Flat, q: torch.Tensor) -> list[list[tuple[int, float]]]:
 def test_importance_weights(level: str, kind: str, lower: float | None, upper: float, normalize: bool) -> None:
     b = random_flat(8, sequences=15)
     q = b.logp - b.old
-    got, metrics = importance_weights(q, b.mask, b.cu, level=level, kind=kind, lower=lower, upper=upper, batch_normalize=normalize)
+    got, metrics = importance_weights(
+        q, b.mask, b.cu, level=level, kind=kind, lower=lower, upper=upper, batch_normalize=normalize
+    )
     low = 1 / upper if lower is None else lower
     want, raw_units, row_weights = torch.zeros_like(got), [], []
     for row in (r for r in rows(b, q) if r):
@@ -63,8 +67,12 @@ def test_rejection(option: str) -> None:
     want, hit = torch.zeros_like(b.mask), 0
     for row in rows(b, q):
         values = [stat(x) for _, x in row]
-        pooled = {"token": None, "seq_sum": sum(values), "seq_mean": sum(values) / max(len(row), 1),
-                  "seq_max": max(values, default=0, key=abs)}[level]
+        pooled = {
+            "token": None,
+            "seq_sum": sum(values),
+            "seq_mean": sum(values) / max(len(row), 1),
+            "seq_max": max(values, default=0, key=abs),
+        }[level]
         before = want.sum().item()
         for (t, _), v in zip(row, values, strict=True):
             s = v if pooled is None else pooled
@@ -77,8 +85,15 @@ def test_rejection(option: str) -> None:
 
 def test_asymmetric_bounds_are_on_the_ratio_and_options_are_anded() -> None:
     ratio, cu, ones = torch.tensor([0.6, 1.0, 1.5, 3.0]), torch.tensor([0, 4]), torch.ones(4)
-    assert rejection_mask(ratio.log(), ones, cu, options=["token_k1"], lower=0.25, upper=1.2)[0].tolist() == [1, 1, 0, 0]
-    both = rejection_mask(ratio.log(), ones, cu, options=["token_k1", "token_k2"], lower=[0.25, None], upper=[2.0, 0.1])[0]
+    assert rejection_mask(ratio.log(), ones, cu, options=["token_k1"], lower=0.25, upper=1.2)[0].tolist() == [
+        1,
+        1,
+        0,
+        0,
+    ]
+    both = rejection_mask(
+        ratio.log(), ones, cu, options=["token_k1", "token_k2"], lower=[0.25, None], upper=[2.0, 0.1]
+    )[0]
     assert both.tolist() == [0, 1, 1, 0]
 
 
@@ -108,7 +123,11 @@ def test_sequence_mask_drops_only_bad_sequences_left_behind() -> None:
 def test_modes() -> None:
     b = random_flat(8)
     decoupled = correct(CorrectionConfig(), logprobs=b.logp, rollout_logprobs=b.old, mask=b.mask, cu_seqlens=b.cu)
-    assert torch.equal(decoupled.old_logprobs, b.logp) and decoupled.is_weights is not None and torch.equal(decoupled.mask, b.mask)
+    assert (
+        torch.equal(decoupled.old_logprobs, b.logp)
+        and decoupled.is_weights is not None
+        and torch.equal(decoupled.mask, b.mask)
+    )
     config = CorrectionConfig(mode="bypass", reject=("token_k1",), reject_upper=(1.3,))
     bypass = correct(config, logprobs=b.logp, rollout_logprobs=b.old, mask=b.mask, cu_seqlens=b.cu)
     assert torch.equal(bypass.old_logprobs, b.old) and bypass.is_weights is None and bypass.mask.sum() < b.mask.sum()

@@ -46,7 +46,15 @@ def test_schedules() -> None:
     assert piecewise.used and linear.used and not EntropySchedule().used
 
 
-@pytest.mark.parametrize("bad", [{"kind": "step"}, {"kind": "linear"}, {"kind": "piecewise"}, {"kind": "piecewise", "points": [(3, 1.0), (2, 1.0)]}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"kind": "step"},
+        {"kind": "linear"},
+        {"kind": "piecewise"},
+        {"kind": "piecewise", "points": [(3, 1.0), (2, 1.0)]},
+    ],
+)
 def test_schedule_errors(bad: dict) -> None:
     with pytest.raises(ValueError, match="entropy schedule"):
         EntropySchedule(**bad)

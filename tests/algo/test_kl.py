@@ -9,12 +9,28 @@ import torch
 
 from rlscale.algo.kl import AdaptiveKL, FixedKL, IntervalKL, kl, kl_loss, make_controller, names
 
-VALUE = {"k1": lambda d: d, "kl": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "mse": lambda d: d * d / 2,
-         "k3": lambda d: math.exp(-d) - 1 + d, "low_var_kl": lambda d: math.exp(-d) - 1 + d,
-         "reverse": lambda d: math.exp(-d) - 1 + d, "forward": lambda d: -d * math.exp(-d) - math.exp(-d) + 1}
-SLOPE = {"k1": lambda d: 1.0, "kl": lambda d: 1.0, "abs": lambda d: math.copysign(1.0, d), "k2": lambda d: d, "mse": lambda d: d,
-         "k3": lambda d: 1 - math.exp(-d), "low_var_kl": lambda d: 1 - math.exp(-d), "reverse": lambda d: 1 - math.exp(-d),
-         "forward": lambda d: d * math.exp(-d)}
+VALUE = {
+    "k1": lambda d: d,
+    "kl": lambda d: d,
+    "abs": abs,
+    "k2": lambda d: d * d / 2,
+    "mse": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+    "low_var_kl": lambda d: math.exp(-d) - 1 + d,
+    "reverse": lambda d: math.exp(-d) - 1 + d,
+    "forward": lambda d: -d * math.exp(-d) - math.exp(-d) + 1,
+}
+SLOPE = {
+    "k1": lambda d: 1.0,
+    "kl": lambda d: 1.0,
+    "abs": lambda d: math.copysign(1.0, d),
+    "k2": lambda d: d,
+    "mse": lambda d: d,
+    "k3": lambda d: 1 - math.exp(-d),
+    "low_var_kl": lambda d: 1 - math.exp(-d),
+    "reverse": lambda d: 1 - math.exp(-d),
+    "forward": lambda d: d * math.exp(-d),
+}
 RATIOS = (-8.0, -4.0, -1.5, -1.0, -0.3, -1e-4, 1e-4, 0.3, 1.0, 2.0, 9.0, 40.0)
 
 
@@ -49,7 +65,9 @@ def test_finite_at_any_log_ratio(name: str, dtype: torch.dtype) -> None:
 
 
 def test_they_estimate_the_divergences() -> None:
-    """Exact expectation over a small distribution: k1, k3 the reverse KL, forward the forward KL; k2's gradient the reverse's."""
+    """Exact expectation over a small distribution: k1, k3 the reverse KL, forward the forward KL; k2's gradient the
+    reverse's.
+    """
     torch.manual_seed(0)
     z = torch.randn(6, dtype=torch.float64, requires_grad=True)
     ref = torch.log_softmax(torch.randn(6, dtype=torch.float64), 0)

@@ -24,11 +24,16 @@ def test_against_all_subsets(k: int) -> None:
             votes += (right in best) / len(best)
         assert maj_at_k(answers, right, k) == pytest.approx(votes / len(subsets))
     scores = [0.1, 0.9, 0.9, 0.0, -2.0, 0.5, 0.5]
-    assert best_at_k(scores, k) == pytest.approx(sum(map(max, combinations(scores, k))) / len(list(combinations(scores, k))))
+    assert best_at_k(scores, k) == pytest.approx(
+        sum(map(max, combinations(scores, k))) / len(list(combinations(scores, k)))
+    )
 
 
 def test_large_and_errors() -> None:
-    assert pass_at_k(256, 54, 192) == pytest.approx(1.0) and 0 < maj_at_k([i % 7 for i in range(64)] + [0] * 20, 0, 32) <= 1
+    assert (
+        pass_at_k(256, 54, 192) == pytest.approx(1.0)
+        and 0 < maj_at_k([i % 7 for i in range(64)] + [0] * 20, 0, 32) <= 1
+    )
     for bad in ((4, 5, 1), (4, 1, 5), (4, 1, 0)):
         with pytest.raises(ValueError, match="pass@k"):
             pass_at_k(*bad)

@@ -60,8 +60,12 @@ def dppo_kl(p: float, old: float, a: float) -> tuple[float, float]:
 
 
 BY_TOKEN: dict[str, tuple[Scalar, dict]] = {
-    "ppo": (ppo, {"clip_c": C}), "cispo": (cispo, {}), "sapo": (sapo, {}), "dro": (dro, {"beta": 0.5}),
-    "reinforce": (reinforce, {}), "gpg": (reinforce, {}),
+    "ppo": (ppo, {"clip_c": C}),
+    "cispo": (cispo, {}),
+    "sapo": (sapo, {}),
+    "dro": (dro, {"beta": 0.5}),
+    "reinforce": (reinforce, {}),
+    "gpg": (reinforce, {}),
     "dppo_tv": (dppo_tv, {"div_high": 0.06, "div_low": 0.04, "ratio_cap": 1.3}),
     "dppo_kl": (dppo_kl, {"div_high": 0.02, "div_low": 0.01, "ratio_cap": 1.3}),
 }
@@ -70,8 +74,19 @@ BY_TOKEN: dict[str, tuple[Scalar, dict]] = {
 def run(name: str, b: Flat, mode: str = "seq-mean-token-mean", is_weights: bool = False, **args):
     w = loss_weights(b.mask, b.cu, mode)
     x = b.logp.clone().requires_grad_()
-    loss, sums = policy_loss(name, logprobs=x, old_logprobs=b.old, advantages=b.adv, mask=b.mask, weights=w, cu_seqlens=b.cu,
-                             clip_low=LOW, clip_high=HIGH, is_weights=b.is_weights if is_weights else None, **args)
+    loss, sums = policy_loss(
+        name,
+        logprobs=x,
+        old_logprobs=b.old,
+        advantages=b.adv,
+        mask=b.mask,
+        weights=w,
+        cu_seqlens=b.cu,
+        clip_low=LOW,
+        clip_high=HIGH,
+        is_weights=b.is_weights if is_weights else None,
+        **args,
+    )
     return loss, torch.autograd.grad(loss, x)[0], sums, w
 
 
@@ -127,7 +142,7 @@ def test_kl_cov_chooses_the_largest_covariances() -> None:
     mean_a = sum(float(b.adv[t]) for t in tokens) / len(tokens)
     mean_p = sum(float(b.logp[t]) for t in tokens) / len(tokens)
     cov = {t: (float(b.adv[t]) - mean_a) * (float(b.logp[t]) - mean_p) for t in tokens}
-    chosen = set(sorted(tokens, key=lambda t: -cov[t])[:max(1, int(0.2 * len(tokens)))])
+    chosen = set(sorted(tokens, key=lambda t: -cov[t])[: max(1, int(0.2 * len(tokens)))])
     loss, grad, sums, w = run("kl_cov", b, kl_coef=0.7, kl_cov_ratio=0.2)
     value, slopes = 0.0, torch.zeros_like(grad)
     for t in tokens:
@@ -157,10 +172,18 @@ def test_clip_cov_draws_at_most_its_share(ratio: float, limit: int | None) -> No
             eligible.add(t)
     drawn = {t for t in tokens if float(grad[t]) == 0.0 and float(plain_grad[t]) != 0.0}
     assert drawn <= eligible and len(eligible) > 10
-    assert len(drawn) == min(len(eligible), limit if limit is not None else int(ratio * len(tokens))) == int(sums["pg_clipfrac"])
+    assert (
+        len(drawn)
+        == min(len(eligible), limit if limit is not None else int(ratio * len(tokens)))
+        == int(sums["pg_clipfrac"])
+    )
     kept = [t for t in tokens if t not in drawn]
     torch.testing.assert_close(grad[kept], plain_grad[kept], rtol=0, atol=0)
-    other = {t for t in tokens if float(run("clip_cov", b, **args, seed=9)[1][t]) == 0.0 and float(plain_grad[t]) != 0.0} if limit is None else None
+    other = (
+        {t for t in tokens if float(run("clip_cov", b, **args, seed=9)[1][t]) == 0.0 and float(plain_grad[t]) != 0.0}
+        if limit is None
+        else None
+    )
     assert other is None or (other != drawn and len(other) == len(drawn))
 
 
@@ -195,4 +218,12 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="takes no argument betta; it takes: beta"):
         run("dro", b, betta=1.0)
     with pytest.raises(ValueError, match="advantages has shape"):
-        policy_loss("ppo", logprobs=b.logp, old_logprobs=b.old, advantages=b.adv[:-1], mask=b.mask, weights=b.mask, cu_seqlens=b.cu)
+        policy_loss(
+            "ppo",
+            logprobs=b.logp,
+            old_logprobs=b.old,
+            advantages=b.adv[:-1],
+            mask=b.mask,
+            weights=b.mask,
+            cu_seqlens=b.cu,
+        )

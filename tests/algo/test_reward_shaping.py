@@ -34,12 +34,18 @@ def test_kl_in_reward() -> None:
         d = b.logp - b.ref
         k = torch.where(b.mask > 0, (-d).exp() - 1 + d, 0.0)
         torch.testing.assert_close(got, torch.where(b.mask > 0, b.rewards - 0.1 * k, 0.0), rtol=1e-12, atol=1e-15)
-        means = [k[i:j].sum().item() / b.mask[i:j].sum().item() for i, j in zip(b.cu[:-1], b.cu[1:], strict=True) if b.mask[i:j].sum() > 0]
+        means = [
+            k[i:j].sum().item() / b.mask[i:j].sum().item()
+            for i, j in zip(b.cu[:-1], b.cu[1:], strict=True)
+            if b.mask[i:j].sum() > 0
+        ]
         assert mean == pytest.approx(sum(means) / len(means), rel=1e-12)
 
 
 def test_overlong() -> None:
-    penalty = overlong_penalty(torch.tensor([0, 15, 16, 18, 20, 24]), max_response_length=20, buffer=4, penalty_factor=2.0)
+    penalty = overlong_penalty(
+        torch.tensor([0, 15, 16, 18, 20, 24]), max_response_length=20, buffer=4, penalty_factor=2.0
+    )
     assert penalty.tolist() == [0, 0, 0, -1.0, -2.0, -2.0]
     with pytest.raises(ValueError, match="buffer"):
         overlong_penalty(torch.tensor([1]), max_response_length=20, buffer=0)
@@ -47,9 +53,15 @@ def test_overlong() -> None:
 
 def test_length_aware_rewards() -> None:
     lengths, scores = torch.tensor([10, 20, 30, 5, 5]), torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
-    assert length_reward(lengths, scores, torch.tensor([0, 0, 0, 1, 1])).tolist() == pytest.approx([0.5, 0.0, -0.5, 0.0, 0.0])
-    assert length_reward(lengths, torch.zeros(5), torch.tensor([0, 0, 0, 1, 1])).tolist() == pytest.approx([0.0, 0.0, -0.5, 0.0, 0.0])
-    got = cosine_length_reward(torch.tensor([0, 50, 100, 0, 50]), torch.tensor([True, True, True, False, False]), max_response_length=100)
+    assert length_reward(lengths, scores, torch.tensor([0, 0, 0, 1, 1])).tolist() == pytest.approx(
+        [0.5, 0.0, -0.5, 0.0, 0.0]
+    )
+    assert length_reward(lengths, torch.zeros(5), torch.tensor([0, 0, 0, 1, 1])).tolist() == pytest.approx(
+        [0.0, 0.0, -0.5, 0.0, 0.0]
+    )
+    got = cosine_length_reward(
+        torch.tensor([0, 50, 100, 0, 50]), torch.tensor([True, True, True, False, False]), max_response_length=100
+    )
     assert got.tolist() == pytest.approx([2.0, 1.5, -10.0, -10.0, -5.0])
     with pytest.raises(ValueError, match="differ"):
         length_reward(lengths, scores, torch.zeros(2))

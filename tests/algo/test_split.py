@@ -1,4 +1,6 @@
-"""Loss and gradient are the same for any micro-batches, ranks and order; masked positions cannot leak; nothing gives 0."""
+"""Loss and gradient are the same for any micro-batches, ranks and order; masked positions cannot leak; nothing gives
+0.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,29 @@ from rlscale.algo.value_loss import value_loss
 from rlscale.batch.weights import MODES, loss_weights
 from tests.algo.batches import Flat, random_flat
 
-ARGS = {"kl_cov": {"kl_cov_ratio": 0.3}, "clip_cov": {"clip_cov_ratio": 0.2, "cov_lb": 0.02, "cov_ub": 5.0},
-        "dppo_tv": {"div_low": 0.05, "div_high": 0.05, "ratio_cap": 1.2}}
+ARGS = {
+    "kl_cov": {"kl_cov_ratio": 0.3},
+    "clip_cov": {"clip_cov_ratio": 0.2, "cov_lb": 0.02, "cov_ub": 5.0},
+    "dppo_tv": {"div_low": 0.05, "div_high": 0.05, "ratio_cap": 1.2},
+}
 Loss = Callable[[Flat, Tensor, Tensor, dict], tuple[Tensor, dict[str, Tensor]]]
 
 
 def _policy(name: str) -> Loss:
     def loss(b: Flat, x: Tensor, w: Tensor, shared: dict) -> tuple[Tensor, dict[str, Tensor]]:
-        return policy_loss(name, logprobs=x, old_logprobs=b.old, advantages=b.adv, mask=b.mask, weights=w, cu_seqlens=b.cu,
-                           is_weights=b.is_weights, **ARGS.get(name, {}), **shared)
+        return policy_loss(
+            name,
+            logprobs=x,
+            old_logprobs=b.old,
+            advantages=b.adv,
+            mask=b.mask,
+            weights=w,
+            cu_seqlens=b.cu,
+            is_weights=b.is_weights,
+            **ARGS.get(name, {}),
+            **shared,
+        )
+
     return loss
 
 
@@ -42,7 +58,9 @@ LOSSES: dict[str, Loss] = {n: _policy(n) for n in POLICY_LOSSES.names()} | {
 def shared_numbers(name: str, b: Flat) -> dict:
     if name not in PREPARE.names():
         return {}
-    return prepare(name, logprobs=b.logp, old_logprobs=b.old, advantages=b.adv, mask=b.mask, cu_seqlens=b.cu, **ARGS[name])
+    return prepare(
+        name, logprobs=b.logp, old_logprobs=b.old, advantages=b.adv, mask=b.mask, cu_seqlens=b.cu, **ARGS[name]
+    )
 
 
 def run(loss: Loss, b: Flat, w: Tensor, shared: dict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

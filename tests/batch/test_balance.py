@@ -16,8 +16,11 @@ def heaviest(costs: list[int], parts: list[list[int]]) -> int:
 
 def lengths(kind: str, n: int, seed: int) -> list[int]:
     rng = np.random.default_rng(seed)
-    draw = {"lognormal": lambda: np.minimum(rng.lognormal(6.0, 1.0, n), 8192), "uniform": lambda: rng.uniform(1, 10000, n),
-            "bimodal": lambda: np.where(rng.random(n) < 0.5, rng.normal(300, 30, n), rng.normal(6000, 500, n))}
+    draw = {
+        "lognormal": lambda: np.minimum(rng.lognormal(6.0, 1.0, n), 8192),
+        "uniform": lambda: rng.uniform(1, 10000, n),
+        "bimodal": lambda: np.where(rng.random(n) < 0.5, rng.normal(300, 30, n), rng.normal(6000, 500, n)),
+    }
     return [max(1, round(x)) for x in draw[kind]()]
 
 
@@ -39,7 +42,10 @@ def test_every_item_once_and_even(kind: str, n: int, parts: int, equal_size: boo
 def test_small_problems_are_close_to_optimal(seed: int) -> None:
     rng = np.random.default_rng(seed)
     costs = rng.integers(1, 50, 8).tolist()
-    best = min(max(sum(c for c, p in zip(costs, choice, strict=True) if p == k) for k in range(3)) for choice in product(range(3), repeat=8))
+    best = min(
+        max(sum(c for c, p in zip(costs, choice, strict=True) if p == k) for k in range(3))
+        for choice in product(range(3), repeat=8)
+    )
     assert heaviest(costs, balanced_partition(costs, 3)) <= best * 1.06
 
 

@@ -17,8 +17,15 @@ def batch(prompts: list[int], group: list[int], responses: list[int]) -> PackedB
         return torch.tensor([0, *x]).cumsum(0)
 
     t = sum(responses)
-    return PackedBatch(prompt_tokens=torch.zeros(sum(prompts), dtype=torch.int64), prompt_cu_seqlens=cu(prompts), group=torch.tensor(group, dtype=torch.int64),
-                       tokens=torch.zeros(t, dtype=torch.int64), cu_seqlens=cu(responses), mask=torch.ones(t), rewards=torch.zeros(len(group)))
+    return PackedBatch(
+        prompt_tokens=torch.zeros(sum(prompts), dtype=torch.int64),
+        prompt_cu_seqlens=cu(prompts),
+        group=torch.tensor(group, dtype=torch.int64),
+        tokens=torch.zeros(t, dtype=torch.int64),
+        cu_seqlens=cu(responses),
+        mask=torch.ones(t),
+        rewards=torch.zeros(len(group)),
+    )
 
 
 def cost(b: PackedBatch, rows: list[int], share: bool) -> int:
@@ -59,13 +66,19 @@ def test_a_rank_without_work_gets_empty_micro_batches() -> None:
 
 
 def test_one_large_group_is_divided_over_ranks() -> None:
-    plan = plan_micro_batches(batch([10], [0] * 16, [50] * 16), 4, max_tokens=10_000, max_sequences=None, share_prefix=True)
+    plan = plan_micro_batches(
+        batch([10], [0] * 16, [50] * 16), 4, max_tokens=10_000, max_sequences=None, share_prefix=True
+    )
     assert [[m.numel() for m in p] for p in plan] == [[4]] * 4
 
 
 def test_ranks_are_balanced() -> None:
     rng = np.random.default_rng(0)
-    b = batch(rng.integers(50, 300, 64).tolist(), [g for g in range(64) for _ in range(8)], rng.lognormal(5, 1, 512).astype(int).clip(1, 2000).tolist())
+    b = batch(
+        rng.integers(50, 300, 64).tolist(),
+        [g for g in range(64) for _ in range(8)],
+        rng.lognormal(5, 1, 512).astype(int).clip(1, 2000).tolist(),
+    )
     plan = plan_micro_batches(b, 8, max_tokens=8192, max_sequences=None, share_prefix=True)
     work = [sum(cost(b, m.tolist(), True) for m in p) for p in plan]
     assert max(work) <= 1.05 * sum(work) / 8
@@ -86,7 +99,9 @@ def test_budget_is_hard(budget: int, lengths: list[int], count: int) -> None:
 
 def test_errors() -> None:
     b = batch([10, 3], [0, 1], [5, 18])
-    with pytest.raises(ValueError, match=r"sample 1 has 21 tokens \(prompt 3, response 18\), more than the budget of 20"):
+    with pytest.raises(
+        ValueError, match=r"sample 1 has 21 tokens \(prompt 3, response 18\), more than the budget of 20"
+    ):
         plan_micro_batches(b, 1, max_tokens=20, max_sequences=None, share_prefix=True)
     with pytest.raises(ValueError, match="sample 1 has 21 tokens, more than the budget of 20"):
         pack_by_budget([5, 21], 20)

@@ -11,9 +11,16 @@ CU = torch.tensor([0, 3, 3, 5, 9])
 MASK = torch.tensor([1.0, 0, 1, 0, 0, 1, 1, 1, 1])  # 2, none, 0, 4 tokens that count: 6 tokens, 2 sequences
 
 
-@pytest.mark.parametrize("mode,first,last", [
-    ("token-mean", 1 / 6, 1 / 6), ("token-sum", 1.0, 1.0), ("seq-mean-token-sum", 1 / 2, 1 / 2),
-    ("seq-mean-token-mean", 1 / 4, 1 / 8), ("seq-mean-token-sum-norm", 1 / 20, 1 / 20)])
+@pytest.mark.parametrize(
+    "mode,first,last",
+    [
+        ("token-mean", 1 / 6, 1 / 6),
+        ("token-sum", 1.0, 1.0),
+        ("seq-mean-token-sum", 1 / 2, 1 / 2),
+        ("seq-mean-token-mean", 1 / 4, 1 / 8),
+        ("seq-mean-token-sum-norm", 1 / 20, 1 / 20),
+    ],
+)
 def test_definition(mode: str, first: float, last: float) -> None:
     w = loss_weights(MASK.double(), CU, mode, scale_factor=10)
     want = torch.tensor([first, 0, first, 0, 0] + [last] * 4, dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""The chunked head against full logits in float64: values and gradients, any chunk, padding, temperature, entropy, two ranks."""
+"""The chunked head against full logits in float64: values and gradients, any chunk, padding, temperature, entropy,
+two ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,16 @@ def inputs(t=13, h=7, v=31, dtype=torch.float64, seed=0):
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_equals_full_logits(chunk, temperature, entropy_grad):
     hidden, weight, targets = inputs()
-    logp, ent = vocab_parallel_logprob_entropy(hidden, weight, targets, temperature=temperature, chunk=chunk, vocab_real=27,
-                                               with_entropy=True, entropy_grad=entropy_grad)
+    logp, ent = vocab_parallel_logprob_entropy(
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        chunk=chunk,
+        vocab_real=27,
+        with_entropy=True,
+        entropy_grad=entropy_grad,
+    )
     want_logp, want_ent = full(hidden, weight, targets, temperature, 27)
     torch.testing.assert_close(logp, want_logp, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(ent, want_ent, rtol=1e-12, atol=1e-13)
@@ -120,11 +130,26 @@ def head_on_ranks(entropy_grad: bool, dtype: str) -> list[float]:
     b = b * entropy_grad
     want_logp, want_ent = full(hidden, weight, targets, 0.8, 29)
     want = torch.autograd.grad((want_logp * a).sum() + (want_ent * b).sum(), (hidden, weight))
-    shard = weight.detach()[rank * local:(rank + 1) * local].clone().requires_grad_()
-    logp, ent = vocab_parallel_logprob_entropy(hidden, shard, targets, temperature=0.8, chunk=5, tp_group=dist.group.WORLD,
-                                               vocab_start=rank * local, vocab_real=29, with_entropy=True, entropy_grad=entropy_grad)
+    shard = weight.detach()[rank * local : (rank + 1) * local].clone().requires_grad_()
+    logp, ent = vocab_parallel_logprob_entropy(
+        hidden,
+        shard,
+        targets,
+        temperature=0.8,
+        chunk=5,
+        tp_group=dist.group.WORLD,
+        vocab_start=rank * local,
+        vocab_real=29,
+        with_entropy=True,
+        entropy_grad=entropy_grad,
+    )
     got = torch.autograd.grad((logp * a).sum() + ((ent * b).sum() if entropy_grad else 0), (hidden, shard))
-    pairs = ((logp, want_logp), (ent, want_ent), (got[0], want[0]), (got[1], want[1][rank * local:(rank + 1) * local]))
+    pairs = (
+        (logp, want_logp),
+        (ent, want_ent),
+        (got[0], want[0]),
+        (got[1], want[1][rank * local : (rank + 1) * local]),
+    )
     return [float((x - y).abs().max()) for x, y in pairs]
 
 
