@@ -36,6 +36,7 @@ class _Spec:
     group: dist.ProcessGroup | None
     with_entropy: bool
     entropy_grad: bool
+    needs_grad: bool
 
 
 @dataclass
@@ -96,7 +97,8 @@ def vocab_parallel_logprob_entropy(
     if not temperature > 0 or chunk < 1:
         raise ValueError(f"temperature must be above 0 and chunk at least 1, got {temperature} and {chunk}")
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
-    spec = _Spec(temperature, chunk, group, with_entropy or entropy_grad, entropy_grad)
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    spec = _Spec(temperature, chunk, group, with_entropy or entropy_grad, entropy_grad, needs_grad)
     columns = weight.shape[0] if vocab_real is None else min(max(vocab_real - vocab_start, 0), weight.shape[0])
     local = targets - vocab_start
     mine = (local >= 0) & (local < columns)
@@ -119,7 +121,7 @@ class _Head(torch.autograd.Function):
         logprob = torch.empty(tokens, dtype=wide, device=hidden.device)
         entropy = torch.empty(tokens if spec.with_entropy else 0, dtype=wide, device=hidden.device)
         stats = torch.empty(2, tokens, dtype=wide, device=hidden.device)
-        keep_from = max(tokens - 1, 0) // spec.chunk * spec.chunk if any(ctx.needs_input_grad[:2]) else tokens
+        keep_from = max(tokens - 1, 0) // spec.chunk * spec.chunk if spec.needs_grad else tokens
         kept = hidden.new_empty(tokens - keep_from, columns)
         buffer = hidden.new_empty(min(_piece(hidden, spec), keep_from), columns)
         for rows in _pieces(0, tokens, hidden, spec):

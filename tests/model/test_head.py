@@ -90,7 +90,7 @@ def test_bfloat16_close_to_float64(chunk):
         assert (x.double() - y).norm() / y.norm() < 0.02
 
 
-def test_never_more_than_a_chunk_of_logits():
+def test_never_more_than_a_chunk_of_logits(monkeypatch):
     """The largest tensor made in forward and backward has chunk x vocabulary entries (the weight's gradient aside)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,6 +107,10 @@ def test_never_more_than_a_chunk_of_logits():
     with Largest() as seen:
         vocab_parallel_logprob_entropy(hidden, weight, targets, chunk=5, with_entropy=True)[0].sum().backward()
     assert seen.rows == 5
+    monkeypatch.setattr("rlscale.model.head._PIECE", 3)
+    with Largest() as seen, torch.no_grad():  # nothing is kept: the pieces of the forward pass are enough
+        vocab_parallel_logprob_entropy(hidden, weight, targets, chunk=13)
+    assert seen.rows == 3
 
 
 def test_errors():
