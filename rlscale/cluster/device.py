@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 # glibc's mallopt(3) parameters
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,16 @@ class Device:
 def tune_malloc() -> bool:
     """Keep freed memory in the process (glibc only; True if it was done).
 
-    Training allocates and frees the same large tensors every step. By default glibc maps each of them afresh, and the
-    page faults take a good part of the step on a CPU.
+    Training allocates and frees the same tensors every step. By default glibc maps each of them afresh, and the page
+    faults take a good part of the step on a CPU. The few largest (flat gradients, an embedding's gradient) are still mapped
+    and given back, because holes of their size would stay in the heap for good.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
     except (OSError, AttributeError):
         return False
-    wanted = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20), (M_ARENA_MAX, 1))
+    wanted = ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20), (M_ARENA_MAX, 1))
     return all([libc.mallopt(*pair) == 1 for pair in wanted])
 
 

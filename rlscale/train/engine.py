@@ -132,7 +132,7 @@ class Engine:
             "gradient_clipping": optim.grad_clip, "steps_per_print": 10**9,
             "zero_optimization": {
                 "stage": self.parallel.zero_stage, "overlap_comm": False,
-                "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
+                "reduce_bucket_size": 20_000_000, "allgather_bucket_size": 20_000_000,
             },
             "optimizer": {"type": "AdamW", "params": {
                 "lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay,
