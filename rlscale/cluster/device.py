@@ -128,13 +128,11 @@ def quiet_libraries() -> None:
     """Keep DeepSpeed's and Megatron's notes about themselves off the screen; warnings of this project and errors stay."""
     for module in ("megatron", "deepspeed", "torch.distributed"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
-    import deepspeed.runtime.utils as ds_utils
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
-    ds_utils.see_memory_usage = lambda *_, **__: None
-    bf16 = importlib.import_module("deepspeed.runtime.bf16_optimizer")
-    bf16.see_memory_usage = ds_utils.see_memory_usage  # prints at every construction, forced
+    bf16: Any = importlib.import_module("deepspeed.runtime.bf16_optimizer")
+    bf16.see_memory_usage = lambda *_, **__: None  # prints at every construction, whatever the level
 
 
 def local_world() -> int:

@@ -1,16 +1,19 @@
 """The reference file `yamls/reference.yaml`, written from the schema: every key with its default, unit and bounds.
 
     python -m rlscale.config.reference > yamls/reference.yaml
+    python -m rlscale.config.reference --readme README.md      # and the table of the README
 
-A test checks that the file in the repository is what this module writes.
+A test checks that both are what this module writes.
 """
 
 from __future__ import annotations
 
+import sys
 import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +21,7 @@ import yaml
 from rlscale.config.schema import Config
 
 WIDTH = 120
+TABLE_MARKS = ("<!-- table of all keys, made by python -m rlscale.config.reference -->", "<!-- end of the table -->")
 HEAD = """\
 Every key of rlscale, with its default. A file of your own holds only what differs; it may start from another file
 with `base: other.yaml` (a path relative to the file), and any key can be set on the command line: section.key=value.
@@ -34,6 +38,15 @@ def reference() -> str:
 def table(prefix: str = "") -> list[tuple[str, str, str]]:
     """Rows (dotted key, default, help) of all keys below a section, for documentation."""
     return list(_rows(Config, Config(), "", prefix))
+
+
+def readme(text: str) -> str:
+    """A README's text with the table between its two marks made anew."""
+    head, _, rest = text.partition(TABLE_MARKS[0])
+    _, _, tail = rest.partition(TABLE_MARKS[1])
+    rows = [("key", "default", "meaning"), ("---", "---", "---"), *((f"`{k}`", f"`{v}`", h) for k, v, h in table())]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return head + TABLE_MARKS[0] + "\n" + "\n".join(lines) + "\n" + TABLE_MARKS[1] + tail
 
 
 def _rows(cls: type, values: Any, path: str, prefix: str) -> Iterator[tuple[str, str, str]]:
@@ -100,4 +113,8 @@ def _scalar(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    if sys.argv[1:2] == ["--readme"]:
+        path = Path(sys.argv[2])
+        path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(reference(), end="")

@@ -29,6 +29,7 @@ def masked_sum(x: Tensor, weight: Tensor) -> Tensor:
 def actor_loss(cfg: ActorConfig, mini: PackedBatch) -> Any:
     """Loss of the policy on micro-batches of ``mini``: policy loss - entropy_coeff * entropy + kl_loss_coef * KL."""
     args = dict(cfg.policy_loss_args)
+    assert mini.advantages is not None
     if mini.old_logprobs is not None:
         args |= prepare(
             cfg.policy_loss, logprobs=mini.old_logprobs, old_logprobs=mini.old_logprobs, advantages=mini.advantages,
@@ -65,7 +66,7 @@ def critic_loss(cfg: CriticConfig) -> Any:
     """Clipped value loss (PPO) over the response tokens."""
 
     def loss_fn(out: Any, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert out.values is not None and micro.values is not None and micro.returns is not None
+        assert micro.values is not None and micro.returns is not None and micro.weights is not None
         loss, sums = value_loss(
             out.values, micro.values, micro.returns, micro.mask, micro.weights, clip=cfg.cliprange_value
         )

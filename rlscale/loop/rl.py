@@ -123,6 +123,7 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     metrics: dict[str, float] = {}
     batch.token_rewards = rewards_at_last_token(batch)
     if algo.use_kl_in_reward:
+        assert batch.old_logprobs is not None and batch.ref_logprobs is not None
         penalty = kl(algo.kl_penalty, batch.old_logprobs, batch.ref_logprobs)
         penalty = torch.where(batch.mask != 0, penalty, torch.zeros_like(penalty))
         coef = run.kl_controller.value

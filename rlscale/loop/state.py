@@ -78,38 +78,51 @@ def build(cfg: Config, device: Device) -> Run:
     data = PromptData(cfg.data.train, cfg.data, tokenizer, cfg.data.train_batch_size, seed, cfg.data.shuffle)
     val = PromptData(cfg.data.val, cfg.data, tokenizer, None, seed, False, "data.val") if cfg.data.val else None
     steps = planned_steps(cfg, len(data))
-    dtype = DTYPES[cfg.model.dtype]
-    common: dict[str, Any] = dict(device=device, dtype=dtype, seed=seed)
-    writer = RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank)  # first: it sets the files of an earlier run aside
+    progress = Progress(steps, rank=device.rank)
     prompts = data.all() + (val.all() if val else [])
     scorers = {p.scorer for p in prompts}
     targets_of(cfg.reward, scorers)  # on every rank, so that all refuse a bad scorer alike
+    progress.message(_data_line(cfg, data, val))
+    writer = RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank)  # first: it sets the files of an earlier run aside
     pool = RewardPool(cfg.reward, scorers) if is_leader(cfg, device) else None
     rollout = Rollout(cfg, device, cfg.trainer.run_dir, tokenizer=tokenizer, eos_ids=eos_token_ids(cfg.model.path, tokenizer))
     try:
-        actor_steps = optimizer_steps(cfg, steps, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs)
-        actor = Engine(
-            "actor", spec, cfg.model.path, cfg.actor.parallel, cfg.actor.optim, batching(cfg.actor, cfg.actor),
-            temperature=cfg.rollout.temperature, total_steps=actor_steps, **common,
-        )  # fmt: skip
-        reference = None
-        if uses_reference(cfg):
-            reference = Engine(
-                "reference", spec, cfg.model.path, cfg.actor.parallel, None, batching(cfg.actor, cfg.actor),
-                temperature=cfg.rollout.temperature, **common,
-            )  # fmt: skip
-        critic = _critic(cfg, spec, steps, common) if uses_critic(cfg) else None
+        progress.message(f"loading {cfg.model.path}")
+        actor, reference, critic = _models(cfg, spec, device, steps)
+        progress.message(f"starting {rollout.replicas} vLLM engine(s); their logs: {cfg.trainer.run_dir}/engines")
         rollout.start()
     except BaseException:
         rollout.close()
         if pool is not None:
             pool.close()
+        progress.close()
         raise
+    progress.restart_clock()
     return Run(
         cfg=cfg, device=device, total_steps=steps, train=data, val=val, actor=actor, reference=reference, critic=critic,
-        rollout=rollout, pool=pool, writer=writer,
-        progress=Progress(steps, rank=device.rank), kl_controller=_kl_controller(cfg),
+        rollout=rollout, pool=pool, writer=writer, progress=progress, kl_controller=_kl_controller(cfg),
     )  # fmt: skip
+
+
+def _data_line(cfg: Config, data: PromptData, val: PromptData | None) -> str:
+    line = f"data: {len(data)} prompts" + (f", {len(val)} held out" if val else "")
+    filtered = data.filtered + (val.filtered if val else 0)
+    if filtered:
+        line += f"; {filtered} longer than data.max_prompt_length {cfg.data.max_prompt_length} were left out"
+    return line
+
+
+def _models(cfg: Config, spec: ModelSpec, device: Device, steps: int) -> tuple[Engine, Engine | None, Engine | None]:
+    """Actor, and the reference and the critic where the algorithm uses them."""
+    common: dict[str, Any] = dict(device=device, dtype=DTYPES[cfg.model.dtype], seed=cfg.trainer.seed)
+    policy = dict(temperature=cfg.rollout.temperature, **common)
+    cut = batching(cfg.actor, cfg.actor)
+    updates = optimizer_steps(cfg, steps, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs)
+    path, layout = cfg.model.path, cfg.actor.parallel
+    actor = Engine("actor", spec, path, layout, cfg.actor.optim, cut, total_steps=updates, **policy)
+    reference = Engine("reference", spec, path, layout, None, cut, **policy) if uses_reference(cfg) else None
+    critic = _critic(cfg, spec, steps, common) if uses_critic(cfg) else None
+    return actor, reference, critic
 
 
 def is_leader(cfg: Config, device: Device) -> bool:

@@ -153,10 +153,10 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None, packed_seq_params: PackedRow | None = None,
     ) -> Tensor:  # fmt: skip
         """query: [S, H, D]; key, value: [S, G, D] of this tensor-parallel rank. Returns [S, H * D]."""
-        assert packed_seq_params is not None and packed_seq_params.row is not None
-        row = packed_seq_params.row
-        q = apply_rotary(query, packed_seq_params.cos, packed_seq_params.sin)
-        k = apply_rotary(key, packed_seq_params.cos, packed_seq_params.sin)
+        assert packed_seq_params is not None
+        row, cos, sin = packed_seq_params.row, packed_seq_params.cos, packed_seq_params.sin
+        assert row is not None and cos is not None and sin is not None
+        q, k = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         out = self._varlen(q, k, value, row) if q.is_cuda and q.dtype != torch.float32 else self._blocks(q, k, value, row)
         return out.reshape(out.shape[0], -1)
 
@@ -180,7 +180,9 @@ class PackedAttention(MegatronModule):
         index, cu_q, cu_k, max_q, max_k = row.cache["varlen"]
         keys, values = k.index_select(0, index), v.index_select(0, index)
         # flash attention aligns the causal mask with the end of the keys: a response sees its whole prompt
-        return varlen_attn(
+        out = varlen_attn(
             q, keys, values, cu_q, cu_k, max_q, max_k, scale=self.scale, window_size=(-1, 0),
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out

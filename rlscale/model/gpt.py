@@ -120,6 +120,7 @@ class Stage(nn.Module):
         self.model_type = self.body.model_type  # Megatron's schedules ask for it
         if spec.value_head and mesh.is_last_stage:
             self.value_head = nn.Linear(spec.hidden, 1, bias=False, dtype=config.params_dtype)
+        self.inv_freq: Tensor
         self.register_buffer("inv_freq", torch.tensor(spec.inv_freq, dtype=torch.float32), persistent=False)
         self.with_entropy = False  # compute the entropy of each predicted token
         self.entropy_grad = False  # and let gradient flow through it

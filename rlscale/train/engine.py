@@ -166,7 +166,7 @@ class Engine:
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-        module = self.stage if forward_only else self.engine
+        module: Any = self.stage if forward_only else self.engine
         device = self.device.torch_device
 
         def forward_step(rows: Iterator[ModelRow], _model: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -223,6 +223,7 @@ class Engine:
         Raises:
             RuntimeError: the gradient norm is not finite.
         """
+        assert self.engine is not None and self.optim is not None, f"{self.role} was built without an optimizer"
         rows = self._plan(batch)
         scale = self._loss_scale(len(rows))
         speaks = self.mesh.is_last_stage and self.mesh.coords.tp == 0 and self.mesh.coords.sp == 0
@@ -300,5 +301,5 @@ def token_index(batch: PackedBatch, rows: Tensor) -> Tensor:
 def _on(batch: PackedBatch, device: torch.device) -> PackedBatch:
     if device.type == "cpu":
         return batch
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
+    moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
     return PackedBatch(**moved)
