@@ -24,9 +24,7 @@ from tests import leftovers, tiny, worlds
 
 STACKS_AFTER = 240.0  # seconds after which a test's stacks are printed (it goes on; pytest-timeout ends it)
 LEFTOVERS_WITHIN = 5.0  # seconds that processes and shared memory have to go away at the end
-MARK = "RLSCALE_TEST_SESSION"
 
-_mark = pytest.StashKey[str]()
 _shm_before = pytest.StashKey[set[str]]()
 _leftovers = pytest.StashKey[list[str]]()
 
@@ -44,7 +42,7 @@ def world() -> Callable[..., list[object]]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_mark] = os.environ[MARK] = uuid.uuid4().hex
+    os.environ[leftovers.SESSION_MARK] = uuid.uuid4().hex
     config.stash[_shm_before] = leftovers.shm_files()
 
 
@@ -62,8 +60,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     worlds.close()
     config = session.config
-    mark = f"{MARK}={config.stash[_mark]}"
-    left = leftovers.still_left(lambda: leftovers.left(mark, config.stash[_shm_before]), LEFTOVERS_WITHIN)
+    left = leftovers.still_left(
+        lambda: leftovers.left(leftovers.session_mark(), config.stash[_shm_before]), LEFTOVERS_WITHIN
+    )
     config.stash[_leftovers] = left
     if left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,8 +1,9 @@
-"""What a program leaves behind: processes that carry a mark in their environment, and files in shared memory.
+"""What a program leaves behind: processes that belong to it, and files in shared memory.
 
-The environment is inherited, so a marked program's processes are found however they were started and whoever their
-parent is now. Files in /dev/shm carry no owner: those that were there before, or that an unmarked process has mapped,
-are not counted.
+A process belongs to a program if it carries the program's mark (NAME=value) in its environment, which is inherited
+however it was started and whoever its parent is now, or if it is in a session (setsid) that the program leads: a
+process that sets its own title, as vLLM's engines do, overwrites its environment. Files in /dev/shm carry no owner:
+those that were there before, or that a process of another program has mapped, are not counted.
 """
 
 from __future__ import annotations
@@ -15,14 +16,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 SHM = Path("/dev/shm")
+SESSION_MARK = "RLSCALE_TEST_SESSION"  # environment variable of a test session and of all that it starts
+sessions: dict[int, str] = {}  # session -> mark of the program whose it is, from `own_session`
 
 
 def shm_files() -> set[str]:
     return set(os.listdir(SHM)) if SHM.is_dir() else set()
 
 
+def session_mark() -> str:
+    """The mark of this test session."""
+    return f"{SESSION_MARK}={os.environ.get(SESSION_MARK, '')}"
+
+
+def own_session(session: int, *marks: str) -> None:
+    """Count the processes of a session as those of the programs with these marks."""
+    sessions[session] = " ".join(marks)
+
+
 def processes(mark: str) -> dict[int, str]:
-    """pid -> command line of all live processes with ``mark`` (NAME=value) in their environment, this one excepted."""
+    """pid -> command line of all live processes of the program with ``mark`` (NAME=value), this one excepted."""
     return _scan(mark)[0]
 
 
@@ -55,10 +68,12 @@ def _scan(mark: str) -> tuple[dict[int, str], set[int]]:
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if command:  # a zombie has none
-                    own[int(folder.name)] = command
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            by_session = mark in sessions.get(int(session), "").split()
+            if by_session or mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                if state != "Z":
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    own[int(folder.name)] = command.strip()
             else:
                 foreign |= {int(inode) for inode in re.findall(r" (\d+) +/dev/shm/", (folder / "maps").read_text())}
     return own, foreign

@@ -32,9 +32,22 @@ def test_detached_process_is_found_by_its_mark() -> None:
     try:
         assert list(leftovers.processes("A_MARK=17")) == [pid]
         assert not leftovers.processes("A_MARK=1") and not leftovers.processes("MARK=17")
-        assert leftovers.left("A_MARK=17", leftovers.shm_files()) == {f"process {pid}: {sys.executable} -c {SLEEP} "}
+        assert leftovers.left("A_MARK=17", leftovers.shm_files()) == {f"process {pid}: {sys.executable} -c {SLEEP}"}
     finally:
         os.kill(pid, 9)
+
+
+def test_process_without_environment_is_found_by_its_session() -> None:
+    with subprocess.Popen([sys.executable, "-c", SLEEP], env={}, start_new_session=True) as other:
+        try:
+            assert not leftovers.processes("A_MARK=19")
+            leftovers.own_session(other.pid, "A_MARK=19", "B_MARK=20")
+            assert list(leftovers.processes("A_MARK=19")) == list(leftovers.processes("B_MARK=20")) == [other.pid]
+            assert not leftovers.processes("A_MARK=1")
+        finally:
+            other.kill()
+            del leftovers.sessions[other.pid]
+    assert not leftovers.processes("A_MARK=19")
 
 
 @pytest.mark.skipif(not leftovers.SHM.is_dir(), reason="this system has no /dev/shm")

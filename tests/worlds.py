@@ -38,6 +38,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from tests import leftovers
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PROCESSES = 8  # idle worlds beyond this many processes are closed, the longest unused first
 START_TIMEOUT = 180.0  # seconds, on a machine that does other things too
@@ -135,6 +137,7 @@ class _World:
                         start_new_session=True,
                     )
                 )
+            leftovers.own_session(self.processes[-1].pid, leftovers.session_mark())
             self.pipes.append(ours)
         try:
             self._collect(START_TIMEOUT)

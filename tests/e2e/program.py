@@ -92,6 +92,7 @@ class Program:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
+        leftovers.own_session(self.process.pid, f"{MARK}={self.mark}", leftovers.session_mark())
         return self
 
     def wait(self, limit: float) -> Ended:
@@ -124,13 +125,14 @@ class Program:
         return leftovers.processes(f"{MARK}={self.mark}")
 
     def __exit__(self, *_: Any) -> None:
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        for pid in self.processes():  # whatever left the group; reported as left behind already
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for sent in (signal.SIGTERM, signal.SIGKILL):  # a test that has failed leaves the program running
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, sent)
+            deadline = time.monotonic() + 5
+            while self.processes() and time.monotonic() < deadline:
+                self.process.poll()
+                time.sleep(0.2)
 
 
 def launch(folder: Path, overrides: dict[str, Any], *, limit: float = 180.0, **how: Any) -> Ended:

@@ -54,11 +54,8 @@ def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            ['{"prompt": "fine", "data_source": "s", "reward_model": {"ground_truth": "1"}}', '{"prompt": '],
-            "data.jsonl",
-        ),
-        ([], "data.jsonl"),
+        (['{"prompt": "fine", "data_source": "s", "reward_model": {"ground_truth": "1"}}', '{"prompt": '], "{file}:2"),
+        ([], "data.train is empty"),
     ],
     ids=["malformed", "empty"],
 )
@@ -67,8 +64,7 @@ def test_bad_data_names_file_and_line(tmp_path: Path, rows: list[str], message: 
     file.write_text("".join(row + "\n" for row in rows))
     sources = [{"files": [str(file)]}]
     ended = refused(tmp_path / "run", small(tiny_model("qwen2"), data__train=sources, data__val=[]))
-    [error] = {e for e in ended.errors if message in e}
-    assert not rows or "2" in error.split(message)[1]
+    assert message.format(file=file) in ended.output.split("error:", 1)[1]
 
 
 def test_scorer_that_always_raises_ends_the_run(tmp_path: Path) -> None:
