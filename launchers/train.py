@@ -21,7 +21,9 @@ USAGE_ERROR, RUN_ERROR = 2, 1
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--yaml", required=True, metavar="FILE", help="configuration of the run")
-    parser.add_argument("--dry-run", action="store_true", help="check configuration, sizes and placement, print them, stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check configuration, sizes and placement, print them, stop"
+    )
     parser.add_argument("--world-size", type=int, help="ranks to plan a dry run for (default: those that were started)")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # set by the launcher
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")

@@ -1,10 +1,10 @@
 """The two shapes of experience: a `Trajectory` (one response, Python lists) and a `PackedBatch` (many, flat tensors).
 
 A batch holds response tokens only, in one row, with the prompts beside it: every per-token quantity of an algorithm
-(mask, log-probs, values, advantages, loss weights) is 1-D and aligned with the response tokens, and a prompt that several
-responses share is stored once. The batch is the *global* one and identical on every rank: it is made of a few integers a
-token, so that every statistic of an algorithm (group mean, whitening, loss weight) is computed from global counts by
-construction, and only the model's work is divided over ranks.
+(mask, log-probs, values, advantages, loss weights) is 1-D and aligned with the response tokens, and a prompt that
+several responses share is stored once. The batch is the *global* one and identical on every rank: it is made of a few
+integers a token, so that every statistic of an algorithm (group mean, whitening, loss weight) is computed from global
+counts by construction, and only the model's work is divided over ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass
 class Trajectory:
-    """One sampled response. ``response_mask`` is 1 for tokens sampled by the policy, 0 for observations (tool output)."""
+    """One sampled response. ``response_mask``: 1 for tokens sampled by the policy, 0 for observations (tool output)."""
 
     prompt_index: int  # position of the prompt in the step's global prompt list = its group
     sample_index: int  # which of the n responses to that prompt
@@ -72,7 +72,9 @@ class PackedBatch:
         return self.prompt_cu_seqlens.diff()
 
     def select(self, rows: Tensor) -> PackedBatch:
-        """The batch of the given responses, in the given order. ``rows``: [b] int64. Prompts are kept whole and in place."""
+        """The batch of the given responses, in the given order. ``rows``: [b] int64. Prompts are kept whole and in
+        place.
+        """
         lengths = self.response_lengths[rows]
         cu = torch.zeros(rows.numel() + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=cu[1:])
@@ -87,12 +89,22 @@ class PackedBatch:
                 value = value[rows]
             out[f.name] = value
         out["cu_seqlens"] = cu
-        out["extra"] = {k: v for k, v in self.extra.items()}
+        out["extra"] = dict(self.extra)
         return PackedBatch(**out)
 
 
-PER_TOKEN = ("tokens", "mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages",
-             "returns", "weights")
+PER_TOKEN = (
+    "tokens",
+    "mask",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "token_rewards",
+    "advantages",
+    "returns",
+    "weights",
+)
 
 
 def pack(trajectories: list[Trajectory]) -> PackedBatch:

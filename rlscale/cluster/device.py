@@ -51,8 +51,8 @@ def tune_malloc() -> bool:
     """Keep freed memory in the process (glibc only; True if it was done).
 
     Training allocates and frees the same tensors every step. By default glibc maps each of them afresh, and the page
-    faults take a good part of the step on a CPU. The few largest (flat gradients, an embedding's gradient) are still mapped
-    and given back, because holes of their size would stay in the heap for good.
+    faults take a good part of the step on a CPU. The few largest (flat gradients, an embedding's gradient) are still
+    mapped and given back, because holes of their size would stay in the heap for good.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -60,7 +60,7 @@ def tune_malloc() -> bool:
     except (OSError, AttributeError):
         return False
     wanted = ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20), (M_ARENA_MAX, 1))
-    return all([libc.mallopt(*pair) == 1 for pair in wanted])
+    return min(libc.mallopt(*pair) for pair in wanted) == 1
 
 
 def prepare_process(kind: str) -> None:
@@ -116,16 +116,18 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0) -> Device:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
         deepspeed.init_distributed(
-            dist_backend="nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s), verbose=False,
+            dist_backend="nccl" if kind == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            verbose=False,
             auto_mpi_discovery=False,
-        )  # fmt: skip
+        )
     elif not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
     return Device(kind=kind, rank=rank, local_rank=local, world=world, local_world=local_world())
 
 
 def quiet_libraries() -> None:
-    """Keep DeepSpeed's and Megatron's notes about themselves off the screen; warnings of this project and errors stay."""
+    """Keep DeepSpeed's and Megatron's notes about themselves off the screen; errors and our own warnings stay."""
     for module in ("megatron", "deepspeed", "torch.distributed"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
     from deepspeed.utils import logger

@@ -1,8 +1,8 @@
 """Megatron-core on a machine without CUDA.
 
-Upstream has no CPU path: a few of its modules ask for ``torch.cuda.current_device()`` or ``device="cuda"``. `enable` gives
-exactly those modules a proxy of ``torch`` whose answers are the CPU, and a random-state tracker over the CPU generator.
-The rest of the process sees the ordinary ``torch``. With CUDA present it does nothing.
+Upstream has no CPU path: a few of its modules ask for ``torch.cuda.current_device()`` or ``device="cuda"``. `enable`
+gives exactly those modules a proxy of ``torch`` whose answers are the CPU, and a random-state tracker over the CPU
+generator. The rest of the process sees the ordinary ``torch``. With CUDA present it does nothing.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def enable() -> None:
 
     random._CUDA_RNG_STATE_TRACKER = CPURandomStates()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    # activation recomputation saves and restores the CUDA state around each layer; the CPU state is saved by torch itself
+    # activation recomputation saves and restores the CUDA state around each layer; the CPU state is saved by torch
+    # itself
     random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1)
     random._set_cuda_rng_state = lambda *_, **__: None
     _enabled = True

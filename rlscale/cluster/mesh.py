@@ -1,8 +1,8 @@
 """Where a rank stands: the arithmetic of parallel dimensions and the process groups that belong to it.
 
-Every role (actor, critic, reference) has a mesh of its own, so that their layouts may differ inside one process; nothing
-is kept in Megatron's global parallel state. Rank order is Megatron's default: tensor fastest, then Ulysses sequence, data
-and pipeline slowest.
+Every role (actor, critic, reference) has a mesh of its own, so that their layouts may differ inside one process;
+nothing is kept in Megatron's global parallel state. Rank order is Megatron's default: tensor fastest, then Ulysses
+sequence, data and pipeline slowest.
 """
 
 from __future__ import annotations
@@ -147,10 +147,20 @@ class Mesh:
 
         solo = self.sp_group if self.dims.sp == 1 else self._solo()
         return ProcessGroupCollection(
-            tp=self.tp_group, pp=self.pp_group, mp=self.mp_group, dp=self.dp_group, dp_cp=self.dp_group,
+            tp=self.tp_group,
+            pp=self.pp_group,
+            mp=self.mp_group,
+            dp=self.dp_group,
+            dp_cp=self.dp_group,
             # Megatron's own context parallelism stays off: Ulysses happens inside our core attention
-            cp=solo, tp_cp=self.tp_group, ep=solo, expt_tp=self.tp_group, expt_dp=self.dp_group, tp_ep=self.tp_group,
-            embd=self.embd_group, pos_embd=solo,
+            cp=solo,
+            tp_cp=self.tp_group,
+            ep=solo,
+            expt_tp=self.tp_group,
+            expt_dp=self.dp_group,
+            tp_ep=self.tp_group,
+            embd=self.embd_group,
+            pos_embd=solo,
         )
 
     def _solo(self) -> Any:

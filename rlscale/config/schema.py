@@ -13,7 +13,9 @@ from typing import Any
 
 
 def opt(default: Any, help: str, **constraints: Any) -> Any:
-    """A documented field. ``constraints``: ``choices`` (tuple), ``min``/``max`` (inclusive), ``above``/``below`` (exclusive)."""
+    """A documented field. ``constraints``: ``choices`` (tuple), ``min``/``max`` (inclusive), ``above``/``below``
+    (exclusive).
+    """
     meta = {"help": help, **constraints}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
@@ -32,9 +34,15 @@ class TrainerConfig:
     run_dir: str = opt("runs/default", "folder of the run: config, metrics, events, rollouts, plots, checkpoints")
     seed: int = opt(1, "seed of initialisation, shuffling and sampling", min=0)
     device: str = opt("auto", "accelerator: auto takes cuda if there is one", choices=("auto", "cpu", "cuda"))
-    total_training_steps: int | None = opt(None, "steps (rollout batches) of the run; null: total_epochs decides", min=1)
+    total_training_steps: int | None = opt(
+        None, "steps (rollout batches) of the run; null: total_epochs decides", min=1
+    )
     total_epochs: int = opt(1, "passes over the training data, used where total_training_steps is null", min=1)
-    save_freq: int = opt(0, "steps between exports of the policy to checkpoints/ as a Hugging Face folder; 0: only at the end, -1: never", min=-1)
+    save_freq: int = opt(
+        0,
+        "steps between exports of the policy to checkpoints/ as a Hugging Face folder; 0: only at the end, -1: never",
+        min=-1,
+    )
     test_freq: int = opt(0, "steps between validations; 0: only before and after training, -1: never", min=-1)
     val_before_train: bool = opt(True, "validate before the first step")
     resume_mode: str = opt("disable", "disable: start anew (exact resuming is not built yet)", choices=("disable",))
@@ -64,8 +72,11 @@ class DataConfig:
     train_batch_size: int = opt(8, "prompts a step, global", min=1)
     max_prompt_length: int = opt(512, "tokens a prompt, chat template included", min=1)
     max_response_length: int = opt(512, "tokens a response", min=1)
-    overlong_prompts: str = opt("filter", "prompts longer than max_prompt_length: filtered with a count, or an error",
-                                choices=("filter", "error"))
+    overlong_prompts: str = opt(
+        "filter",
+        "prompts longer than max_prompt_length: filtered with a count, or an error",
+        choices=("filter", "error"),
+    )
     shuffle: bool = opt(True, "shuffle each epoch with trainer.seed")
     system_prompt: str | None = opt(None, "system message put before each conversation that has none")
     prompt_key: str = opt("prompt", "column with the chat list or the text")
@@ -78,8 +89,9 @@ class DataConfig:
 class ModelConfig:
     path: str = opt("", "local Hugging Face folder, or a hub name handed to transformers unchanged")
     tokenizer_path: str | None = opt(None, "tokenizer folder or hub name; null: model.path")
-    dtype: str = opt("bfloat16", "working dtype of the weights; the optimizer keeps fp32 masters",
-                     choices=("bfloat16", "float32"))
+    dtype: str = opt(
+        "bfloat16", "working dtype of the weights; the optimizer keeps fp32 masters", choices=("bfloat16", "float32")
+    )
     chat_template: str | None = opt(None, "Jinja chat template, or a path to one; null: the tokenizer's own")
 
 
@@ -120,9 +132,11 @@ class ActorConfig:
     clip_ratio_low: float = opt(0.2, "ratio clipped below at 1 - clip_ratio_low", min=0, max=1)
     clip_ratio_high: float = opt(0.2, "ratio clipped above at 1 + clip_ratio_high", min=0)
     clip_ratio_c: float | None = opt(3.0, "dual clip: bound of the loss of a negative advantage; null: none", above=1)
-    loss_agg_mode: str = opt("token-mean", "weight of a token in the loss",
-                             choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
-                                      "seq-mean-token-sum-norm"))
+    loss_agg_mode: str = opt(
+        "token-mean",
+        "weight of a token in the loss",
+        choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    )
     loss_scale_factor: float | None = opt(None, "C of seq-mean-token-sum-norm; null: max_response_length", above=0)
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus in the loss")
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
@@ -134,7 +148,9 @@ class ActorConfig:
 
 @dataclass
 class CriticConfig:
-    path: str | None = opt(None, "Hugging Face folder that initialises the critic; null: model.path with a new value head")
+    path: str | None = opt(
+        None, "Hugging Face folder that initialises the critic; null: model.path with a new value head"
+    )
     parallel: ParallelConfig = opt(ParallelConfig, "layout of the critic")
     optim: OptimConfig = opt(OptimConfig, "optimizer of the critic")
     ppo_mini_batch_size: int | None = opt(None, "prompts an optimizer step, global; null: the actor's", min=1)
@@ -143,9 +159,11 @@ class CriticConfig:
     ppo_max_token_len_per_gpu: int = opt(4096, "tokens a micro-batch, per rank (use_dynamic_bsz)", min=1)
     ppo_micro_batch_size_per_gpu: int = opt(8, "sequences a micro-batch, per rank (without use_dynamic_bsz)", min=1)
     cliprange_value: float = opt(0.5, "values are clipped this far from the old ones in the value loss", above=0)
-    loss_agg_mode: str = opt("token-mean", "weight of a token in the value loss",
-                             choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
-                                      "seq-mean-token-sum-norm"))
+    loss_agg_mode: str = opt(
+        "token-mean",
+        "weight of a token in the value loss",
+        choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    )
     recompute: bool = opt(False, "recompute activations layer by layer in the backward pass")
 
 
@@ -168,8 +186,9 @@ class RolloutConfig:
     enable_prefix_caching: bool = opt(True, "share the key-value cache of equal prefixes")
     prefetch_groups: int = opt(2, "prompts an idle engine claims at a time", min=1)
     sync_bucket_mb: int = opt(64, "MiB of weights on the way to the engine at one time, per rank", min=1)
-    logprob_check_freq: int = opt(0, "steps between comparisons of trainer and engine log-probs; 0: first step only, -1: never",
-                                  min=-1)
+    logprob_check_freq: int = opt(
+        0, "steps between comparisons of trainer and engine log-probs; 0: first step only, -1: never", min=-1
+    )
     logprob_check_bound: float = opt(0.1, "mean absolute difference of log-probs above which the run stops", above=0)
     start_timeout_s: float = opt(300.0, "seconds for an engine to start", above=0)
     request_timeout_s: float = opt(1800.0, "seconds for one step's generation", above=0)
@@ -178,7 +197,9 @@ class RolloutConfig:
 
 @dataclass
 class RewardConfig:
-    scorer: str | None = opt(None, "scorer as module:function or path/file.py:function; null: the one of the data source")
+    scorer: str | None = opt(
+        None, "scorer as module:function or path/file.py:function; null: the one of the data source"
+    )
     scorer_args: dict[str, Any] = opt({}, "further keyword arguments of the scorer")
     num_workers: int = opt(1, "scorer processes per rollout leader", min=1)
     timeout_s: float = opt(10.0, "seconds for scoring one response; then it counts as a failure", above=0)

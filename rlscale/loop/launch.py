@@ -1,4 +1,6 @@
-"""Before a run starts: read and check its configuration with the model's shapes, and say where everything will be placed."""
+"""Before a run starts: read and check its configuration with the model's shapes, and say where everything will be
+placed.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ def configure(path: str, overrides: list[str], world: int) -> tuple[Config, Mode
         longest = cfg.data.max_prompt_length + cfg.data.max_response_length
         if window is not None and window < longest:
             found.append(
-                f"model.path: the model attends to a window of {window} tokens, which is not supported where data.max_prompt_length "
-                f"+ data.max_response_length = {longest} exceeds it"
+                f"model.path: the model attends to a window of {window} tokens, which is not supported where "
+                f"data.max_prompt_length + data.max_response_length = {longest} exceeds it"
             )
     if found:
         raise ConfigError(found)
@@ -47,14 +49,17 @@ def configure(path: str, overrides: list[str], world: int) -> tuple[Config, Mode
 def describe(cfg: Config, spec: ModelSpec, world: int) -> str:
     """Sizes and the placement of every rank, as text for --dry-run."""
     n = cfg.rollout.n
-    mini = cfg.actor.ppo_mini_batch_size
+    actor, prompts = cfg.actor, cfg.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    size = f"{parameters(spec) / 1e6:.1f} M parameters"
+    heads = f"{spec.heads} heads, {spec.kv_heads} key-value heads"
     lines = [
-        f"model      {cfg.model.path}: {spec.architecture}, {parameters(spec) / 1e6:.1f} M parameters, {spec.num_layers} layers, "
-        f"{spec.heads} heads, {spec.kv_heads} key-value heads, vocabulary {spec.vocab}, {cfg.model.dtype}",
-        f"algorithm  {cfg.algorithm.adv_estimator} advantages, {cfg.actor.policy_loss} policy loss, {cfg.actor.loss_agg_mode}",
-        f"step       {cfg.data.train_batch_size} prompts x {n} responses = {cfg.data.train_batch_size * n} samples, at most "
+        f"model      {cfg.model.path}: {spec.architecture}, {size}, {cfg.model.dtype}",
+        f"           {spec.num_layers} layers, {heads}, vocabulary {spec.vocab}",
+        f"algorithm  {cfg.algorithm.adv_estimator} advantages, {actor.policy_loss} policy loss, {actor.loss_agg_mode}",
+        f"step       {prompts} prompts x {n} responses = {prompts * n} samples, at most "
         f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length} tokens each",
-        f"update     {cfg.actor.ppo_epochs} epoch(s) of {-(-cfg.data.train_batch_size // mini)} mini-batch(es) of {mini * n} samples",
+        f"update     {actor.ppo_epochs} epoch(s) of {-(-prompts // mini)} mini-batch(es) of {mini * n} samples",
         f"actor      {_dims(cfg.actor.parallel, world)}",
     ]
     if uses_reference(cfg):
@@ -69,7 +74,10 @@ def describe(cfg: Config, spec: ModelSpec, world: int) -> str:
         if uses_critic(cfg):
             at = ParallelDims.of(cfg.critic.parallel, world).coords(rank)
             place += f" | critic dp {at.dp} pp {at.pp} tp {at.tp}"
-        lines.append(f"  rank {rank:<4} {place} | engine {rank // tp} worker {rank % tp}" + (" (leader)" if rank % tp == 0 else ""))
+        lines.append(
+            f"  rank {rank:<4} {place} | engine {rank // tp} worker {rank % tp}"
+            + (" (leader)" if rank % tp == 0 else "")
+        )
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
 """From a configuration to the loss functions of the engines: the only place where options, algorithms and batches meet.
 
-A loss function sees one micro-batch and returns a sum weighted by `PackedBatch.weights`, which were made from the counts
-of the whole mini-batch, and sums for the log (see `rlscale.loop.report`), so that any division adds up to the same.
+A loss function sees one micro-batch and returns a sum weighted by `PackedBatch.weights`, which were made from the
+counts of the whole mini-batch, and sums for the log (see `rlscale.loop.report`), so that any division adds up to the
+same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from rlscale.batch.types import PackedBatch
 from rlscale.config.schema import ActorConfig, CriticConfig
 
 # losses that are exactly zero, with zero gradient, for a response whose advantages are all zero
-ZERO_AT_ZERO_ADVANTAGE = {"ppo", "vanilla", "gspo", "cispo", "gpg", "reinforce", "sapo", "geo_mean", "dppo_tv", "dppo_kl"}
+ZERO_AT_ZERO_ADVANTAGE = {
+    "ppo",
+    "vanilla",
+    "gspo",
+    "cispo",
+    "gpg",
+    "reinforce",
+    "sapo",
+    "geo_mean",
+    "dppo_tv",
+    "dppo_kl",
+}
 
 
 def masked_sum(x: Tensor, weight: Tensor) -> Tensor:
@@ -32,20 +44,34 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch) -> Any:
     assert mini.advantages is not None
     if mini.old_logprobs is not None:
         args |= prepare(
-            cfg.policy_loss, logprobs=mini.old_logprobs, old_logprobs=mini.old_logprobs, advantages=mini.advantages,
-            mask=mini.mask, cu_seqlens=mini.cu_seqlens, clip_low=cfg.clip_ratio_low, clip_high=cfg.clip_ratio_high,
+            cfg.policy_loss,
+            logprobs=mini.old_logprobs,
+            old_logprobs=mini.old_logprobs,
+            advantages=mini.advantages,
+            mask=mini.mask,
+            cu_seqlens=mini.cu_seqlens,
+            clip_low=cfg.clip_ratio_low,
+            clip_high=cfg.clip_ratio_high,
             **cfg.policy_loss_args,
-        )  # fmt: skip
+        )
 
     def loss_fn(out: Any, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert out.logprobs is not None and micro.advantages is not None and micro.weights is not None
         # one optimizer step a batch: the old policy is the current one, and its ratio is 1 with the right gradient
         old = out.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
         loss, sums = policy_loss(
-            cfg.policy_loss, logprobs=out.logprobs, old_logprobs=old, advantages=micro.advantages, mask=micro.mask,
-            weights=micro.weights, cu_seqlens=micro.cu_seqlens, clip_low=cfg.clip_ratio_low, clip_high=cfg.clip_ratio_high,
-            clip_c=cfg.clip_ratio_c, **args,
-        )  # fmt: skip
+            cfg.policy_loss,
+            logprobs=out.logprobs,
+            old_logprobs=old,
+            advantages=micro.advantages,
+            mask=micro.mask,
+            weights=micro.weights,
+            cu_seqlens=micro.cu_seqlens,
+            clip_low=cfg.clip_ratio_low,
+            clip_high=cfg.clip_ratio_high,
+            clip_c=cfg.clip_ratio_c,
+            **args,
+        )
         sums = {"pg_loss": loss, **sums, "tokens": micro.mask.sum()}
         if out.entropy is not None:
             sums["entropy"] = masked_sum(out.entropy, micro.mask)
@@ -76,7 +102,9 @@ def critic_loss(cfg: CriticConfig) -> Any:
 
 
 def contributing_rows(cfg: ActorConfig, batch: PackedBatch) -> Tensor:
-    """[b] rows that can change the policy: a response with no advantage, no KL and no entropy term need not be computed."""
+    """[b] rows that can change the policy: a response with no advantage, no KL and no entropy term need not be
+    computed.
+    """
     rows = torch.arange(batch.num_samples)
     if cfg.policy_loss not in ZERO_AT_ZERO_ADVANTAGE or cfg.use_kl_loss or cfg.entropy_coeff:
         return rows
@@ -85,5 +113,3 @@ def contributing_rows(cfg: ActorConfig, batch: PackedBatch) -> Tensor:
     count = torch.zeros(batch.num_samples, dtype=torch.int64)
     owner = torch.repeat_interleave(rows, batch.response_lengths)
     return rows[count.index_add_(0, owner, live.long()) > 0]
-
-

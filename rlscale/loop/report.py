@@ -25,7 +25,8 @@ def check_scores(trajectories: list[Trajectory], step: int) -> None:
     """
     if trajectories and all(t.reward_failed for t in trajectories):
         raise RuntimeError(
-            f"step {step}: the scorer failed on all {len(trajectories)} responses; first error: {trajectories[0].reward_error}"
+            f"step {step}: the scorer failed on all {len(trajectories)} responses; "
+            f"first error: {trajectories[0].reward_error}"
         )
 
 
@@ -42,9 +43,10 @@ def compare_logprobs(cfg: Config, batch: PackedBatch, trainer: Tensor, step: int
     if not mean <= bound:
         raise RuntimeError(
             f"step {step}: the log-probs of trainer and engine differ by {mean:.4g} on average, above "
-            f"rollout.logprob_check_bound {bound:g} (worst token {worst:.4g}). Either the engine holds other weights than the "
-            "trainer, or the two compute the model differently (dtype, attention, rotary scaling); a run would learn from the "
-            "wrong ratio. If the difference is that of the dtype alone, raise the bound or use model.dtype: float32"
+            f"rollout.logprob_check_bound {bound:g} (worst token {worst:.4g}). Either the engine holds other weights "
+            "than the trainer, or the two compute the model differently (dtype, attention, rotary scaling); a run would "
+            "learn from the wrong ratio. If the difference is that of the dtype alone, raise the bound or use "
+            "model.dtype: float32"
         )
     return {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": worst}
 
@@ -54,7 +56,11 @@ def spread(prefix: str, values: Tensor) -> dict[str, float]:
     values = values.float()
     if values.numel() == 0:
         return {}
-    return {f"{prefix}/mean": float(values.mean()), f"{prefix}/max": float(values.max()), f"{prefix}/min": float(values.min())}
+    return {
+        f"{prefix}/mean": float(values.mean()),
+        f"{prefix}/max": float(values.max()),
+        f"{prefix}/min": float(values.min()),
+    }
 
 
 def batch_metrics(run: Run, trajectories: list[Trajectory], batch: PackedBatch) -> dict[str, float]:
@@ -77,10 +83,13 @@ def batch_metrics(run: Run, trajectories: list[Trajectory], batch: PackedBatch) 
         "critic/advantages/std": float(batch.advantages[own].std(correction=0)),
         "response_length/clip_ratio": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
         "reward/failures": float(sum(t.reward_failed for t in trajectories)),
-        **spread("response_length", lengths), **spread("prompt_length", prompts),
-        **spread("critic/score", batch.rewards), **spread("critic/rewards", shaped),
-        **spread("critic/advantages", batch.advantages[own]), **spread("critic/returns", batch.returns[own]),
-    }  # fmt: skip
+        **spread("response_length", lengths),
+        **spread("prompt_length", prompts),
+        **spread("critic/score", batch.rewards),
+        **spread("critic/rewards", shaped),
+        **spread("critic/advantages", batch.advantages[own]),
+        **spread("critic/returns", batch.returns[own]),
+    }
     if batch.values is not None:
         out.update(spread("critic/values", batch.values[own]))
     extras: dict[str, list[float]] = defaultdict(list)
@@ -159,10 +168,17 @@ def rollouts(run: Run, step: int, trajectories: list[Trajectory], batch: PackedB
 
 def _row(t: Trajectory) -> dict[str, Any]:
     return {
-        "prompt_index": t.prompt_index, "sample_index": t.sample_index, "data_source": t.data_source, "prompt": t.prompt_text,
-        "response": t.response_text, "prompt_ids": t.prompt_ids, "response_ids": t.response_ids,
-        "finish_reason": t.finish_reason, "reward": t.reward, "reward_error": t.reward_error,
-    }  # fmt: skip
+        "prompt_index": t.prompt_index,
+        "sample_index": t.sample_index,
+        "data_source": t.data_source,
+        "prompt": t.prompt_text,
+        "response": t.response_text,
+        "prompt_ids": t.prompt_ids,
+        "response_ids": t.response_ids,
+        "finish_reason": t.finish_reason,
+        "reward": t.reward,
+        "reward_error": t.reward_error,
+    }
 
 
 def validation_metrics(trajectories: list[Trajectory], n: int) -> dict[str, float]:
@@ -206,9 +222,12 @@ def export_policy(run: Run, step: int) -> None:
 
     folder = Path(run.cfg.trainer.run_dir) / "checkpoints" / f"step_{step:06d}"
     export_hf(
-        folder, run.actor.layout(), run.actor.tensors(), reference_folder=resolve_folder(run.cfg.model.path),
+        folder,
+        run.actor.layout(),
+        run.actor.tensors(),
+        reference_folder=resolve_folder(run.cfg.model.path),
         dtype=run.actor.dtype,
-    )  # fmt: skip
+    )
     run.progress.message(f"exported the policy of step {step} to {folder}")
     run.progress.restart_clock()
 

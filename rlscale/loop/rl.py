@@ -78,9 +78,13 @@ def train_step(run: Run, step: int) -> dict[str, float]:
 def train_sampling(cfg: Config, step: int) -> Sampling:
     r = cfg.rollout
     return Sampling(
-        n=r.n, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, max_tokens=cfg.data.max_response_length,
+        n=r.n,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        max_tokens=cfg.data.max_response_length,
         seed=cfg.trainer.seed * 1_000_003 + step,
-    )  # fmt: skip
+    )
 
 
 def exchange(mine: list[Trajectory], expected: int) -> list[Trajectory]:
@@ -132,10 +136,17 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
         run.kl_controller.update(mean_kl, batch.num_samples)
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
     out = estimate_advantages(
-        algo.adv_estimator, token_rewards=batch.token_rewards, mask=batch.mask, cu_seqlens=batch.cu_seqlens,
-        group=batch.group, values=batch.values, gamma=algo.gamma, lam=algo.lam, norm_by_std=algo.norm_adv_by_std_in_grpo,
+        algo.adv_estimator,
+        token_rewards=batch.token_rewards,
+        mask=batch.mask,
+        cu_seqlens=batch.cu_seqlens,
+        group=batch.group,
+        values=batch.values,
+        gamma=algo.gamma,
+        lam=algo.lam,
+        norm_by_std=algo.norm_adv_by_std_in_grpo,
         **algo.adv_args,
-    )  # fmt: skip
+    )
     batch.advantages, batch.returns = out.advantages, out.returns
     return metrics
 
@@ -153,7 +164,9 @@ def rewards_at_last_token(batch: PackedBatch) -> torch.Tensor:
     return rewards
 
 
-def mini_batches(run: Run, batch: PackedBatch, step: int, size: int | None = None, epochs: int | None = None) -> Iterator[Any]:
+def mini_batches(
+    run: Run, batch: PackedBatch, step: int, size: int | None = None, epochs: int | None = None
+) -> Iterator[Any]:
     """Rows of each mini-batch, epoch after epoch: whole groups, reshuffled from the second epoch on (seed and step)."""
     actor = run.cfg.actor
     groups = batch.prompt_cu_seqlens.numel() - 1
@@ -161,7 +174,9 @@ def mini_batches(run: Run, batch: PackedBatch, step: int, size: int | None = Non
     rows = torch.arange(batch.num_samples)
     for epoch in range(epochs or actor.ppo_epochs):
         if epoch and actor.shuffle:
-            order = torch.randperm(groups, generator=torch.Generator().manual_seed(hash((run.cfg.trainer.seed, step, epoch))))
+            order = torch.randperm(
+                groups, generator=torch.Generator().manual_seed(hash((run.cfg.trainer.seed, step, epoch)))
+            )
         for chunk in order.split(size):
             yield rows[torch.isin(batch.group, chunk)]
 
@@ -173,11 +188,15 @@ def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     for rows in mini_batches(run, batch, step):
         mini = batch.select(rows)
         mini.weights = loss_weights(
-            mini.mask, mini.cu_seqlens, actor.loss_agg_mode,
+            mini.mask,
+            mini.cu_seqlens,
+            actor.loss_agg_mode,
             scale_factor=actor.loss_scale_factor or run.cfg.data.max_response_length,
-        )  # fmt: skip
+        )
         live = mini.select(contributing_rows(actor, mini))
-        records.append(run.actor.update(live, actor_loss(actor, mini), entropy=True, entropy_grad=actor.entropy_coeff != 0))
+        records.append(
+            run.actor.update(live, actor_loss(actor, mini), entropy=True, entropy_grad=actor.entropy_coeff != 0)
+        )
     return report.actor_metrics(records)
 
 
@@ -202,9 +221,13 @@ def validate(run: Run, step: int) -> dict[str, float]:
     cfg, started = run.cfg, time.time()
     r = cfg.rollout
     sampling = Sampling(
-        n=r.val_n, temperature=r.val_temperature, top_p=r.val_top_p, top_k=-1, max_tokens=cfg.data.max_response_length,
+        n=r.val_n,
+        temperature=r.val_temperature,
+        top_p=r.val_top_p,
+        top_k=-1,
+        max_tokens=cfg.data.max_response_length,
         seed=cfg.trainer.seed,
-    )  # fmt: skip
+    )
     prompts = run.val.all()
     trajectories = exchange(run.rollout.generate(prompts, sampling, run.pool), len(prompts) * r.val_n)
     metrics = report.validation_metrics(trajectories, r.val_n)

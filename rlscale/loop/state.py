@@ -62,8 +62,10 @@ def batching(part: ActorConfig | CriticConfig, actor: ActorConfig) -> Batching:
     return Batching(
         max_tokens=part.ppo_max_token_len_per_gpu if part.use_dynamic_bsz else None,
         max_sequences=None if part.use_dynamic_bsz else part.ppo_micro_batch_size_per_gpu,
-        share_prefix=actor.share_prompt_prefix, recompute=part.recompute, head_chunk=actor.head_chunk_tokens,
-    )  # fmt: skip
+        share_prefix=actor.share_prompt_prefix,
+        recompute=part.recompute,
+        head_chunk=actor.head_chunk_tokens,
+    )
 
 
 def optimizer_steps(cfg: Config, steps: int, mini_batch: int, epochs: int) -> int:
@@ -85,7 +87,9 @@ def build(cfg: Config, device: Device) -> Run:
     progress.message(_data_line(cfg, data, val))
     writer = RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank)  # first: it sets the files of an earlier run aside
     pool = RewardPool(cfg.reward, scorers) if is_leader(cfg, device) else None
-    rollout = Rollout(cfg, device, cfg.trainer.run_dir, tokenizer=tokenizer, eos_ids=eos_token_ids(cfg.model.path, tokenizer))
+    rollout = Rollout(
+        cfg, device, cfg.trainer.run_dir, tokenizer=tokenizer, eos_ids=eos_token_ids(cfg.model.path, tokenizer)
+    )
     try:
         progress.message(f"loading {cfg.model.path}")
         actor, reference, critic = _models(cfg, spec, device, steps)
@@ -99,9 +103,20 @@ def build(cfg: Config, device: Device) -> Run:
         raise
     progress.restart_clock()
     return Run(
-        cfg=cfg, device=device, total_steps=steps, train=data, val=val, actor=actor, reference=reference, critic=critic,
-        rollout=rollout, pool=pool, writer=writer, progress=progress, kl_controller=_kl_controller(cfg),
-    )  # fmt: skip
+        cfg=cfg,
+        device=device,
+        total_steps=steps,
+        train=data,
+        val=val,
+        actor=actor,
+        reference=reference,
+        critic=critic,
+        rollout=rollout,
+        pool=pool,
+        writer=writer,
+        progress=progress,
+        kl_controller=_kl_controller(cfg),
+    )
 
 
 def _data_line(cfg: Config, data: PromptData, val: PromptData | None) -> str:
@@ -136,9 +151,15 @@ def _critic(cfg: Config, spec: ModelSpec, steps: int, common: dict[str, Any]) ->
     path = cfg.critic.path or cfg.model.path
     own = ModelSpec.from_hf(path) if cfg.critic.path else spec
     return Engine(
-        "critic", own.as_critic(), path, cfg.critic.parallel, cfg.critic.optim, batching(cfg.critic, cfg.actor),
-        total_steps=optimizer_steps(cfg, steps, mini, epochs), **common,
-    )  # fmt: skip
+        "critic",
+        own.as_critic(),
+        path,
+        cfg.critic.parallel,
+        cfg.critic.optim,
+        batching(cfg.critic, cfg.actor),
+        total_steps=optimizer_steps(cfg, steps, mini, epochs),
+        **common,
+    )
 
 
 def _kl_controller(cfg: Config) -> Any:
@@ -148,5 +169,3 @@ def _kl_controller(cfg: Config) -> Any:
     if ctrl.type == "adaptive":
         return AdaptiveKL(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
     return FixedKL(ctrl.kl_coef)
-
-

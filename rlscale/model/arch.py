@@ -79,11 +79,23 @@ class ModelSpec:
         inv_freq, scale = _rope(hf, head_dim)
         window = getattr(hf, "sliding_window", None) if getattr(hf, "use_sliding_window", True) else None
         return cls(
-            architecture=name, num_layers=hf.num_hidden_layers, hidden=hf.hidden_size, ffn=hf.intermediate_size,
-            heads=hf.num_attention_heads, kv_heads=hf.num_key_value_heads, head_dim=head_dim, vocab=hf.vocab_size,
-            norm_eps=hf.rms_norm_eps, inv_freq=inv_freq, rope_scale=scale, qkv_bias=qkv_bias, qk_norm=arch.qk_norm,
-            tied=bool(hf.tie_word_embeddings), sliding_window=window, max_positions=hf.max_position_embeddings,
-        )  # fmt: skip
+            architecture=name,
+            num_layers=hf.num_hidden_layers,
+            hidden=hf.hidden_size,
+            ffn=hf.intermediate_size,
+            heads=hf.num_attention_heads,
+            kv_heads=hf.num_key_value_heads,
+            head_dim=head_dim,
+            vocab=hf.vocab_size,
+            norm_eps=hf.rms_norm_eps,
+            inv_freq=inv_freq,
+            rope_scale=scale,
+            qkv_bias=qkv_bias,
+            qk_norm=arch.qk_norm,
+            tied=bool(hf.tie_word_embeddings),
+            sliding_window=window,
+            max_positions=hf.max_position_embeddings,
+        )
 
     def as_critic(self) -> ModelSpec:
         """The same body with a scalar head."""
@@ -101,7 +113,11 @@ class ModelSpec:
     def violations(self, key: str, tp: int, pp: int, sp: int = 1) -> list[str]:
         """Why this model cannot be split so; ``key`` is the configuration path that the messages name."""
         out = []
-        for value, what in ((self.heads, "attention heads"), (self.kv_heads, "key-value heads"), (self.ffn, "ffn size")):
+        for value, what in (
+            (self.heads, "attention heads"),
+            (self.kv_heads, "key-value heads"),
+            (self.ffn, "ffn size"),
+        ):
             if value % tp:
                 fits = [t for t in range(1, value + 1) if self.heads % t == self.kv_heads % t == self.ffn % t == 0]
                 out.append(
@@ -116,7 +132,7 @@ class ModelSpec:
 
 
 def folder_problem(path: str) -> str | None:
-    """Why a model path cannot be read, as far as the disk tells; None for a good folder and for what may be a hub name."""
+    """Why a model path cannot be read (as far as the disk tells); None if it can, or may be a hub name."""
     if Path(path).is_dir():
         return None if (Path(path) / "config.json").is_file() else f"model folder has no config.json: {path}"
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path.split("/")[0]).is_dir()

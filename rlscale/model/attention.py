@@ -108,7 +108,9 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: floa
 
     def attend(qs: Tensor, ks: Tensor, vs: Tensor, mask: Tensor | None) -> Tensor:
         qs, ks, vs = (x.transpose(0, 1)[None] for x in (qs, ks, vs))
-        out = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+        out = F.scaled_dot_product_attention(
+            qs, ks, vs, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+        )
         return out[0].transpose(0, 1)
 
     p = block.prompt
@@ -149,15 +151,23 @@ class PackedAttention(MegatronModule):
         self.scale = config.kv_channels**-0.5
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None, packed_seq_params: PackedRow | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRow | None = None,
+    ) -> Tensor:
         """query: [S, H, D]; key, value: [S, G, D] of this tensor-parallel rank. Returns [S, H * D]."""
         assert packed_seq_params is not None
         row, cos, sin = packed_seq_params.row, packed_seq_params.cos, packed_seq_params.sin
         assert row is not None and cos is not None and sin is not None
         q, k = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        out = self._varlen(q, k, value, row) if q.is_cuda and q.dtype != torch.float32 else self._blocks(q, k, value, row)
+        out = (
+            self._varlen(q, k, value, row) if q.is_cuda and q.dtype != torch.float32 else self._blocks(q, k, value, row)
+        )
         return out.reshape(out.shape[0], -1)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, row: ModelRow) -> Tensor:
@@ -181,8 +191,16 @@ class PackedAttention(MegatronModule):
         keys, values = k.index_select(0, index), v.index_select(0, index)
         # flash attention aligns the causal mask with the end of the keys: a response sees its whole prompt
         out = varlen_attn(
-            q, keys, values, cu_q, cu_k, max_q, max_k, scale=self.scale, window_size=(-1, 0),
+            q,
+            keys,
+            values,
+            cu_q,
+            cu_k,
+            max_q,
+            max_k,
+            scale=self.scale,
+            window_size=(-1, 0),
             enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+        )
         assert isinstance(out, Tensor)
         return out

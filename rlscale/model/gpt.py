@@ -1,4 +1,5 @@
-"""One pipeline stage of a Megatron GPTModel, built from a `ModelSpec`, that yields log-probs or values instead of logits.
+"""One pipeline stage of a Megatron GPTModel, built from a `ModelSpec`, that yields log-probs or values instead of
+logits.
 
 `Stage` is what DeepSpeed wraps. It embeds and runs its layers; on the last stage it takes only the hidden states that
 predict a response token through the head, in chunks, so that full logits never exist.
@@ -60,8 +61,8 @@ class RMSNorm(nn.Module):
 class _RMSNorm(torch.autograd.Function):
     """RMSNorm on the CPU that keeps its input and one number a token, where torch's keeps several fp32 copies.
 
-    Arithmetic in fp32, rounded before the weight as transformers does it. Backward: with ``n = x / rms`` and ``h = g w``,
-    ``dx = (h - n mean(h n)) / rms`` and ``dw = sum g n``.
+    Arithmetic in fp32, rounded before the weight as transformers does it. Backward: with ``n = x / rms`` and ``h = g
+    w``, ``dx = (h - n mean(h n)) / rms`` and ``dw = sum g n``.
     """
 
     @staticmethod
@@ -82,7 +83,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class HeadNorm(RMSNorm):
-    """The q and k norm of Qwen3. Heads are split over tensor-parallel ranks, so its gradient is always a sum over them."""
+    """The q and k norm of Qwen3. Heads are split over TP ranks, so its gradient is a sum over them."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(config, hidden_size, eps)
@@ -130,7 +131,9 @@ class Stage(nn.Module):
         self.body.set_input_tensor(tensor)
 
     def forward(self, row: ModelRow) -> Tensor:
-        """Hidden states to the next stage, or on the last one [k, t] fp32: values (k = 1), log-probs (1), and entropy (2)."""
+        """Hidden states to the next stage, or on the last one [k, t] fp32: values (k = 1), log-probs (1), and entropy
+        (2).
+        """
         params = pack_params(row, self.inv_freq, self.spec.rope_scale, self.config.params_dtype)
         hidden = self.body(
             input_ids=row.tokens[None], position_ids=row.positions[None], attention_mask=None, packed_seq_params=params
@@ -156,34 +159,64 @@ class Stage(nn.Module):
         weight = self.body.head_weight()
         vocab_start = self.mesh.coords.tp * weight.shape[0]
         logprob, entropy = vocab_parallel_logprob_entropy(
-            hidden, weight, row.targets, temperature=self.temperature, chunk=self.head_chunk,
-            tp_group=self.mesh.tp_group if self.mesh.dims.tp > 1 else None, vocab_start=vocab_start,
-            vocab_real=self.spec.vocab, with_entropy=self.with_entropy,
+            hidden,
+            weight,
+            row.targets,
+            temperature=self.temperature,
+            chunk=self.head_chunk,
+            tp_group=self.mesh.tp_group if self.mesh.dims.tp > 1 else None,
+            vocab_start=vocab_start,
+            vocab_real=self.spec.vocab,
+            with_entropy=self.with_entropy,
             entropy_grad=self.entropy_grad and torch.is_grad_enabled(),
-        )  # fmt: skip
+        )
         return logprob[None] if entropy is None else torch.stack((logprob, entropy))
 
 
 def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_parallel: bool, recompute: bool) -> Any:
     """Megatron's configuration of this model.
 
-    The fused activation is on, because its autograd function keeps its input only; without CUDA it is plain torch. The other
-    fusions need CUDA extensions that this project does not ask for.
+    The fused activation is on, because its autograd function keeps its input only; without CUDA it is plain torch. The
+    other fusions need CUDA extensions that this project does not ask for.
     """
     config = TransformerConfig(
-        num_layers=spec.num_layers, hidden_size=spec.hidden, ffn_hidden_size=spec.ffn, kv_channels=spec.head_dim,
-        num_attention_heads=spec.heads, num_query_groups=spec.kv_heads, layernorm_epsilon=spec.norm_eps,
-        tensor_model_parallel_size=mesh.dims.tp, pipeline_model_parallel_size=mesh.dims.pp,
-        sequence_parallel=sequence_parallel, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias, qk_layernorm=spec.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
-        bias_activation_fusion=True, bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False, moe_token_dispatcher_type="alltoall",
-        use_cpu_initialization=True, perform_initialization=False, variable_seq_lengths=mesh.dims.pp > 1,
-        batch_p2p_comm=False, deallocate_pipeline_outputs=False,
-        recompute_granularity="full" if recompute else None, recompute_method="uniform" if recompute else None,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden,
+        ffn_hidden_size=spec.ffn,
+        kv_channels=spec.head_dim,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_heads,
+        layernorm_epsilon=spec.norm_eps,
+        tensor_model_parallel_size=mesh.dims.tp,
+        pipeline_model_parallel_size=mesh.dims.pp,
+        sequence_parallel=sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        moe_token_dispatcher_type="alltoall",
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        variable_seq_lengths=mesh.dims.pp > 1,
+        batch_p2p_comm=False,
+        deallocate_pipeline_outputs=False,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
-    )  # fmt: skip
+    )
     config.rlscale_tp_group = mesh.tp_group
     return config
 
@@ -207,11 +240,17 @@ def _build_body(spec: ModelSpec, mesh: Mesh, config: TransformerConfig) -> Body:
         attention.q_layernorm = attention.k_layernorm = HeadNorm
     layers = len(spec.layers_of_stage(mesh.coords.pp, mesh.dims.pp))
     body = Body(
-        config=config, transformer_layer_spec=TransformerBlockSubmodules([layer] * layers, layer_norm=RMSNorm),
-        vocab_size=spec.padded_vocab(mesh.dims.tp), max_sequence_length=spec.max_positions,
-        pre_process=mesh.is_first_stage, post_process=mesh.is_last_stage, parallel_output=True,
-        share_embeddings_and_output_weights=spec.tied, position_embedding_type="none", pg_collection=mesh.pg,
-    )  # fmt: skip
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules([layer] * layers, layer_norm=RMSNorm),
+        vocab_size=spec.padded_vocab(mesh.dims.tp),
+        max_sequence_length=spec.max_positions,
+        pre_process=mesh.is_first_stage,
+        post_process=mesh.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="none",
+        pg_collection=mesh.pg,
+    )
     if spec.value_head and mesh.is_last_stage:
         del body.output_layer  # Megatron ties the final norm to the presence of a vocabulary head
     _mark_sharded(body)

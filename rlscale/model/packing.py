@@ -1,9 +1,10 @@
 """From a micro-batch of responses to one packed row of model input.
 
 A row is a sequence of *blocks*: a prompt, then every response to it that the micro-batch holds. With prefix sharing the
-prompt stands once and each response attends to it and to itself, so the prompt of a group of ``n`` responses is computed
-once instead of ``n`` times; without it each response brings its own copy. Rotary positions continue from the prompt in both
-cases, and the result is the same up to rounding. The last token of a response predicts nothing and is left out.
+prompt stands once and each response attends to it and to itself, so the prompt of a group of ``n`` responses is
+computed once instead of ``n`` times; without it each response brings its own copy. Rotary positions continue from the
+prompt in both cases, and the result is the same up to rounding. The last token of a response predicts nothing and is
+left out.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class ModelRow:
     def to(self, device: torch.device) -> ModelRow:
         if self.tokens.device == device:
             return self
-        moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "positions", "predictors", "targets")}
+        moved = {
+            k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "positions", "predictors", "targets")
+        }
         return ModelRow(blocks=self.blocks, rows=self.rows, **moved)
 
 
@@ -100,7 +103,10 @@ def build_row(batch: PackedBatch, rows: Tensor, *, share_prefix: bool, multiple:
         blocks.append(Block(at, padding, []))
     empty = torch.zeros(0, dtype=torch.int64)
     return ModelRow(
-        tokens=torch.cat(tokens), positions=torch.cat(positions), blocks=blocks,
-        predictors=torch.cat(predictors) if predictors else empty, targets=torch.cat(targets) if targets else empty,
+        tokens=torch.cat(tokens),
+        positions=torch.cat(positions),
+        blocks=blocks,
+        predictors=torch.cat(predictors) if predictors else empty,
+        targets=torch.cat(targets) if targets else empty,
         rows=torch.tensor(order, dtype=torch.int64),
-    )  # fmt: skip
+    )

@@ -1,10 +1,10 @@
 """A Megatron model under DeepSpeed ZeRO: the one engine of actor, critic and reference.
 
 The engine takes *global* batches (identical on every rank) and divides the work: micro-batches by token budget over
-data-parallel ranks, each run through Megatron's schedule over this rank's pipeline. Forward-only passes return the global
-result on every rank. A training step's loss is a weighted sum whose weights come from global counts, so that any division
-gives the same gradient; the engine undoes the means that Megatron (over micro-batches) and DeepSpeed (over data-parallel
-ranks) take.
+data-parallel ranks, each run through Megatron's schedule over this rank's pipeline. Forward-only passes return the
+global result on every rank. A training step's loss is a weighted sum whose weights come from global counts, so that any
+division gives the same gradient; the engine undoes the means that Megatron (over micro-batches) and DeepSpeed (over
+data-parallel ranks) take.
 """
 
 from __future__ import annotations
@@ -72,9 +72,20 @@ class Engine:
     """
 
     def __init__(
-        self, role: str, spec: ModelSpec, path: str, parallel: ParallelConfig, optim: OptimConfig | None, batching: Batching,
-        device: Device, *, dtype: torch.dtype, temperature: float = 1.0, total_steps: int = 1, seed: int = 0,
-    ):  # fmt: skip
+        self,
+        role: str,
+        spec: ModelSpec,
+        path: str,
+        parallel: ParallelConfig,
+        optim: OptimConfig | None,
+        batching: Batching,
+        device: Device,
+        *,
+        dtype: torch.dtype,
+        temperature: float = 1.0,
+        total_steps: int = 1,
+        seed: int = 0,
+    ):
         from rlscale.cluster.mesh import ParallelDims
 
         self.role, self.spec, self.parallel, self.optim, self.batching = role, spec, parallel, optim, batching
@@ -113,7 +124,11 @@ class Engine:
         """Read this rank's slices of the folder; a value head that it lacks is drawn anew, small, from ``seed``."""
         tensors, layout = self.tensors(), self.layout()
         absent = load_pieces(
-            resolve_folder(path), layout.of_rank(self.device.rank), tensors, shapes=layout.shapes, optional={"score.weight"}
+            resolve_folder(path),
+            layout.of_rank(self.device.rank),
+            tensors,
+            shapes=layout.shapes,
+            optional={"score.weight"},
         )
         if absent and "value_head.weight" in tensors:
             head = torch.empty(1, self.spec.hidden)
@@ -128,25 +143,37 @@ class Engine:
             self.stage.body.output_layer.weight.ds_pipe_replicated = True
         config: dict[str, Any] = {
             # Megatron's schedule runs the micro-batches; engine.step() is the boundary
-            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "managed_gradient_accumulation": False,
-            "gradient_clipping": optim.grad_clip, "steps_per_print": 10**9,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": optim.grad_clip,
+            "steps_per_print": 10**9,
             "zero_optimization": {
-                "stage": self.parallel.zero_stage, "overlap_comm": False,
-                "reduce_bucket_size": 20_000_000, "allgather_bucket_size": 20_000_000,
+                "stage": self.parallel.zero_stage,
+                "overlap_comm": False,
+                "reduce_bucket_size": 20_000_000,
+                "allgather_bucket_size": 20_000_000,
             },
-            "optimizer": {"type": "AdamW", "params": {
-                "lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay,
-                "torch_adam": True, "fused": True,
-            }},
-        }  # fmt: skip
+            "optimizer": {
+                "type": "AdamW",
+                "params": {
+                    "lr": optim.lr,
+                    "betas": list(optim.betas),
+                    "eps": optim.eps,
+                    "weight_decay": optim.weight_decay,
+                    "torch_adam": True,
+                    "fused": True,
+                },
+            },
+        }
         if self.dtype == torch.bfloat16:
             config["bf16"] = {"enabled": True}
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         engine, *_ = deepspeed.initialize(
             model=self.stage, model_parameters=list(self.stage.parameters()), mpu=self.mesh.mpu(), config=config
         )
-        # DeepSpeed re-arms its post-backward work only in engine.forward. In the cool-down of 1F1B two backwards run with
-        # no forward between them, and without this the gradient of the last micro-batch would silently be dropped.
+        # DeepSpeed re-arms its post-backward work only in engine.forward. In the cool-down of 1F1B two backwards run
+        # with no forward between them, and without this the gradient of the last micro-batch would silently be dropped.
         self.stage.on_backward = engine.optimizer.clear_backward_seen_flag
         return engine
 
@@ -154,9 +181,12 @@ class Engine:
 
     def _plan(self, batch: PackedBatch) -> list[ModelRow]:
         plans = plan_micro_batches(
-            batch, self.mesh.dims.dp, max_tokens=self.batching.max_tokens, max_sequences=self.batching.max_sequences,
+            batch,
+            self.mesh.dims.dp,
+            max_tokens=self.batching.max_tokens,
+            max_sequences=self.batching.max_sequences,
             share_prefix=self.batching.share_prefix,
-        )  # fmt: skip
+        )
         mine = plans[self.mesh.coords.dp] or [torch.zeros(0, dtype=torch.int64)]
         multiple = self.mesh.dims.tp if self.parallel.sequence_parallel else 1
         return [build_row(batch, rows, share_prefix=self.batching.share_prefix, multiple=multiple) for rows in mine]
@@ -174,10 +204,16 @@ class Engine:
             return module(row.to(device)), partial(consume, row)
 
         common = dict(
-            forward_step_func=forward_step, data_iterator=iter(rows), model=self.stage, num_microbatches=len(rows),
-            seq_length=rows[0].length, micro_batch_size=1, forward_only=forward_only, collect_non_loss_data=forward_only,
+            forward_step_func=forward_step,
+            data_iterator=iter(rows),
+            model=self.stage,
+            num_microbatches=len(rows),
+            seq_length=rows[0].length,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
             pg_collection=self.mesh.pg,
-        )  # fmt: skip
+        )
         if self.mesh.dims.pp == 1:
             return schedules.forward_backward_no_pipelining(**common)
         communicator = P2PCommunicator(self.mesh.pp_group, self.stage.config)
@@ -214,11 +250,12 @@ class Engine:
     def update(
         self, batch: PackedBatch, loss_fn: LossFn, *, entropy: bool = False, entropy_grad: bool = False
     ) -> dict[str, float]:
-        """One optimizer step on a global mini-batch; ``entropy`` makes it part of the output, ``entropy_grad`` of the graph.
+        """One optimizer step on a global mini-batch; ``entropy`` makes it part of the output, ``entropy_grad`` of the
+        graph.
 
-        ``loss_fn(out, micro_batch)`` returns the micro-batch's share of the loss (a sum weighted by ``batch.weights``, so
-        that shares add up) and sums to be logged. Returns those sums over the whole mini-batch, ``grad_norm`` (before
-        clipping) and ``lr``.
+        ``loss_fn(out, micro_batch)`` returns the micro-batch's share of the loss (a sum weighted by ``batch.weights``,
+        so that shares add up) and sums to be logged. Returns those sums over the whole mini-batch, ``grad_norm``
+        (before clipping) and ``lr``.
 
         Raises:
             RuntimeError: the gradient norm is not finite.

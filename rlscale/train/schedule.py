@@ -8,7 +8,7 @@ from rlscale.config.schema import OptimConfig
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step ``step`` (from 0) in a run of ``total_steps``: linear warm-up, then the schedule."""
+    """Learning rate of optimizer step ``step`` (from 0) of ``total_steps``: linear warm-up, then the schedule."""
     if step < optim.lr_warmup_steps:
         return optim.lr * (step + 1) / (optim.lr_warmup_steps + 1)
     if optim.lr_scheduler == "constant":

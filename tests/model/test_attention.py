@@ -27,7 +27,7 @@ def alone(batch: PackedBatch, row: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def embedded(ids: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """[S, count, DIM] a fixed function of token and position, so that equal context means equal queries, keys, values."""
+    """[S, count, DIM] a fixed function of token and position: equal context gives equal queries, keys, values."""
     g = torch.Generator().manual_seed(count)
     table = torch.randn(400, count, DIM, generator=g)
     return table[ids] + 0.1 * torch.sin(positions.float())[:, None, None]
@@ -68,7 +68,7 @@ def test_a_row_equals_its_sequences(batch: PackedBatch, share: bool, kernel: str
 
 
 def emulated_varlen(q, k, v, row, scale):
-    """Flash attention's variable-length contract in plain torch: the causal mask is aligned with the end of the keys."""
+    """The contract of variable-length flash attention in plain torch: mask aligned with the end of the keys."""
     index, cu_q, cu_k, _, _ = attention.varlen_plan(row)
     k, v = k[index], v[index]
     outs = []
@@ -112,13 +112,25 @@ def test_rotary_tables_equal_transformers() -> None:
     scalings = [
         {"rope_type": "default", "rope_theta": 10000.0},
         {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-        {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
         {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
-    ]  # fmt: skip
+    ]
     for rope in scalings:
-        hf = LlamaConfig(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, rope_parameters=rope,
-                         max_position_embeddings=256, architectures=["LlamaForCausalLM"])  # fmt: skip
+        hf = LlamaConfig(
+            hidden_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rope_parameters=rope,
+            max_position_embeddings=256,
+            architectures=["LlamaForCausalLM"],
+        )
         spec = ModelSpec.from_config(hf)
         positions = torch.arange(200)
         q = torch.randn(200, 4, 32, generator=torch.Generator().manual_seed(0))

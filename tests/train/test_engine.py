@@ -55,8 +55,15 @@ def run_engine(
     marks = mock.patch.object(gpt, "_mark_sharded", lambda body: None) if mutation == "marks" else nullcontext()
     with marks:
         engine = Engine(
-            "actor", ModelSpec.from_hf(folder), folder, layout, OptimConfig(**OPTIM), Batching(**options), device,
-            dtype=torch.float32, temperature=temperature,
+            "actor",
+            ModelSpec.from_hf(folder),
+            folder,
+            layout,
+            OptimConfig(**OPTIM),
+            Batching(**options),
+            device,
+            dtype=torch.float32,
+            temperature=temperature,
         )
     if mutation == "re-arming":
         engine.stage.on_backward = None
@@ -103,10 +110,16 @@ def test_layout_equals_one_process(name: str) -> None:
     check(folder, layout, world, batch, dict(max_tokens=48), temperature=0.7)
 
 
-@pytest.mark.parametrize("options", [
-    dict(max_tokens=1000), dict(max_tokens=24, share_prefix=False), dict(max_tokens=None, max_sequences=2),
-    dict(max_tokens=48, recompute=True, head_chunk=5),
-], ids=["one", "no-sharing", "by-sequences", "recompute"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_tokens=1000),
+        dict(max_tokens=24, share_prefix=False),
+        dict(max_tokens=None, max_sequences=2),
+        dict(max_tokens=48, recompute=True, head_chunk=5),
+    ],
+    ids=["one", "no-sharing", "by-sequences", "recompute"],
+)
 def test_division_does_not_matter(options: dict) -> None:
     layout, world, tied = parallel("dp2-zero1")
     check(tiny_model("qwen3", tied=tied, layers=4), layout, world, random_batch(), options, temperature=1.0)
@@ -118,9 +131,16 @@ def test_one_response_over_two_ranks_of_which_one_is_empty() -> None:
     check(tiny_model("mistral", tied=tied, layers=4), layout, world, batch, dict(max_tokens=64), temperature=1.0)
 
 
-@pytest.mark.parametrize("mutation, name", [
-    ("re-arming", "pp2-dp2-zero2"), ("norm-sum", "tp2-sp"), ("loss-scale", "dp2-zero1"), ("marks", "tp2"), ("tied-sum", "pp2-tied"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mutation, name",
+    [
+        ("re-arming", "pp2-dp2-zero2"),
+        ("norm-sum", "tp2-sp"),
+        ("loss-scale", "dp2-zero1"),
+        ("marks", "tp2"),
+        ("tied-sum", "pp2-tied"),
+    ],
+)
 def test_comparison_catches_a_mend_taken_out(mutation: str, name: str) -> None:
     """Each of these faults gives wrong numbers (re-arming: no gradient to reduce); the comparison must fail on it."""
     layout, world, tied = parallel(name)
