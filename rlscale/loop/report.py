@@ -44,8 +44,8 @@ def compare_logprobs(cfg: Config, batch: PackedBatch, trainer: Tensor, step: int
         raise RuntimeError(
             f"step {step}: the log-probs of trainer and engine differ by {mean:.4g} on average, above "
             f"rollout.logprob_check_bound {bound:g} (worst token {worst:.4g}). Either the engine holds other weights "
-            "than the trainer, or the two compute the model differently (dtype, attention, rotary scaling); a run would "
-            "learn from the wrong ratio. If the difference is that of the dtype alone, raise the bound or use "
+            "than the trainer, or the two compute the model differently (dtype, attention, rotary scaling); a run "
+            "would learn from the wrong ratio. If the difference is that of the dtype alone, raise the bound or use "
             "model.dtype: float32"
         )
     return {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": worst}
@@ -223,7 +223,7 @@ def export_policy(run: Run, step: int) -> None:
     folder = Path(run.cfg.trainer.run_dir) / "checkpoints" / f"step_{step:06d}"
     export_hf(
         folder,
-        run.actor.layout(),
+        run.actor.layout,
         run.actor.tensors(),
         reference_folder=resolve_folder(run.cfg.model.path),
         dtype=run.actor.dtype,

@@ -70,7 +70,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
             with timers("update_actor"):
                 metrics.update(update_actor(run, batch, step))
             with timers("sync"):
-                metrics.update(run.rollout.sync(run.actor.layout(), run.actor.tensors()))
+                metrics.update(run.rollout.sync(run.actor.layout, run.actor.tensors()))
     report.rollouts(run, step, trajectories, batch)
     return {**metrics, **report.batch_metrics(run, trajectories, batch), **report.timing(run, timers, batch)}
 

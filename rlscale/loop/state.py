@@ -124,6 +124,9 @@ def _data_line(cfg: Config, data: PromptData, val: PromptData | None) -> str:
     filtered = data.filtered + (val.filtered if val else 0)
     if filtered:
         line += f"; {filtered} longer than data.max_prompt_length {cfg.data.max_prompt_length} were left out"
+    shared = data.overlap(val) if val else 0
+    if shared:
+        line += f"; warning: {shared} of the held-out prompts are training prompts too"
     return line
 
 

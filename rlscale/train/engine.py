@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -109,6 +109,7 @@ class Engine:
 
     # ---- construction
 
+    @cached_property
     def layout(self) -> Layout:
         """Which rank holds which slice of which canonical tensor, in which of `tensors`."""
         return megatron_layout(self.spec, self.mesh.dims)
@@ -122,7 +123,7 @@ class Engine:
 
     def _load(self, path: str, seed: int) -> None:
         """Read this rank's slices of the folder; a value head that it lacks is drawn anew, small, from ``seed``."""
-        tensors, layout = self.tensors(), self.layout()
+        tensors, layout = self.tensors(), self.layout
         absent = load_pieces(
             resolve_folder(path),
             layout.of_rank(self.device.rank),

@@ -78,7 +78,7 @@ def run_engine(
     before, entropy = engine.logprobs(batch, entropy=True)
     metrics = [engine.update(batch, policy_gradient) for _ in range(steps)]
     after, _ = engine.logprobs(batch)
-    pieces = [p for p in engine.layout().pieces if p.rank == device.rank]
+    pieces = [p for p in engine.layout.pieces if p.rank == device.rank]
     tensors = engine.tensors()
     shards = [(p.name, p.index, tensors[p.key][tuple(slice(a, b) for a, b in p.at)].clone()) for p in pieces]
     return {"before": before, "entropy": entropy, "after": after, "metrics": metrics, "shards": shards}
