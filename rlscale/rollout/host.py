@@ -80,7 +80,7 @@ class EngineHost:
             config = AsyncEngineArgs(**engine_arguments(self.cfg, self.device)).create_engine_config()
             config.lifeline = Lifeline(os.getpid(), pinned_cores(self.cfg, self.device))
             self.engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # in this process; the engine's own go to the log
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # here errors are raised; the engine writes its own log
 
     async def _warm_up(self) -> None:
         """What fails only when tokens are generated (an unsupported head size) shall fail now."""

@@ -33,7 +33,11 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 from vllm.v1.sample import sampler as vllm_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+
+from rlscale.rollout.draw import draw, uniform_numbers
 
 BACKEND = "rlscale"
 
@@ -309,8 +313,22 @@ def _without_ranks(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
 
 
+def _sample_on_cpu(
+    self: TopKTopPSampler,
+    logits: torch.Tensor,
+    generators: dict[int, torch.Generator],
+    k: torch.Tensor | None,
+    p: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sampling step of vLLM's CPU backend: log-probs after temperature, top-k and top-p, and tokens drawn from them."""
+    assert self.logprobs_mode == "processed_logprobs"
+    logprobs = apply_top_k_top_p(logits, k, p).log_softmax(-1, dtype=torch.float32)
+    return draw(logprobs.exp(), uniform_numbers(len(logprobs), generators)), logprobs
+
+
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
-if not torch.cuda.is_available() and hasattr(vllm_sampler, "batched_count_greater_than"):
+if current_platform.is_cpu():
     # the rank of a sampled token among all is never used here; to count it, vLLM compiles a kernel at the first request
     vllm_sampler.batched_count_greater_than = _without_ranks
+    TopKTopPSampler.forward_cpu = _sample_on_cpu
