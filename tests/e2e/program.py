@@ -20,7 +20,6 @@ from tests import leftovers
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLSCALE_TEST_PROGRAM"
 SCORERS = "tests/e2e/scorers.py"
-PATIENCE = float(os.environ.get("RLSCALE_TEST_PATIENCE", "1"))  # factor of all time limits, for a busy machine
 GONE_WITHIN = 5.0  # seconds after the program's end that its processes and shared memory have to be gone
 
 
@@ -98,7 +97,7 @@ class Program:
     def wait(self, limit: float) -> Ended:
         """The ended program. Raises TimeoutError with its output after ``limit`` seconds."""
         try:
-            status = self.process.wait(limit * PATIENCE)
+            status = self.process.wait(limit * busy())
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the program still runs after {limit:.0f} s:\n{self.output[-6000:]}") from None
         seconds = time.monotonic() - self.started
@@ -108,7 +107,7 @@ class Program:
     def wait_for_step(self, step: int, limit: float) -> None:
         """Return when the metrics of a step have been written."""
         file = self.folder / "metrics.jsonl"
-        deadline = time.monotonic() + limit * PATIENCE
+        deadline = time.monotonic() + limit * busy()
         while not (file.exists() and f'"step": {step},' in file.read_text()):
             if self.process.poll() is not None:
                 raise RuntimeError(f"the program ended before step {step}:\n{self.output[-6000:]}")
@@ -160,6 +159,11 @@ def small(model: str, **overrides: Any) -> dict[str, Any]:
         "rollout.kv_cache_memory_gb": 0.1,
         "reward.scorer": f"{SCORERS}:spread",
     } | {key.replace("__", "."): value for key, value in overrides.items()}
+
+
+def busy() -> float:
+    """Factor of all time limits: 1, and more on a machine with more runnable processes than cores."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def free_port() -> int:
