@@ -1,1 +1,1 @@
-"""Generation with vLLM: engines in processes of their own, prompts claimed by whoever is free, weights handed over as shards."""
+"""Generation with vLLM: engines in processes of their own, claimed prompts, weights handed over as shards."""

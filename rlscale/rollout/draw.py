@@ -1,8 +1,8 @@
 """Drawing tokens on CPU with one random number a row.
 
-Gumbel-max sampling needs noise for every token of the vocabulary, which on a CPU core costs about a tenth of a small model's
-decoding step. Inverting the cumulative distribution needs one uniform number, the sums of blocks of probabilities, and the
-running sum of the one block that it falls into.
+Gumbel-max sampling needs noise for every token of the vocabulary, which on a CPU core costs about a tenth of a small
+model's decoding step. Inverting the cumulative distribution needs one uniform number, the sums of blocks of
+probabilities, and the running sum of the one block that it falls into.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The token of each row in whose interval of the cumulative distribution the row's number falls.
 
     Args:
-        probabilities: [B, V] float32, not negative; rows need not sum to one exactly. Tokens of probability 0 are never drawn.
+        probabilities: [B, V] float32, not negative; rows need not sum to one exactly. Tokens of probability 0 are never
+            drawn.
         uniform: [B] float64 in [0, 1).
 
     Returns:

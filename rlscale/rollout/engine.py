@@ -1,9 +1,9 @@
 """Generation and weight updates as all ranks of a run see them: `Rollout`.
 
-Ranks form rollout groups of ``tensor_model_parallel_size`` consecutive ranks. The first of a group, its leader, hosts an
-engine whose worker k runs on the device of rank leader + k. Leaders claim the prompts of a step from a common counter, so
-that a slow engine holds nobody back, and all responses to one prompt come from one engine, which then computes the prompt
-once. The other ranks wait, without using their core.
+Ranks form rollout groups of ``tensor_model_parallel_size`` consecutive ranks. The first of a group, its leader, hosts
+an engine whose worker k runs on the device of rank leader + k. Leaders claim the prompts of a step from a common
+counter, so that a slow engine holds nobody back, and all responses to one prompt come from one engine, which then
+computes the prompt once. The other ranks wait, without using their core.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Rollout:
         self.destination: Destination | None = None
         self.buckets: Buckets | None = None
         self.source: Layout | None = None
-        self.control = self.group = None
+        self.control: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
         self.counter: Counter = LocalCounter()
         if dist.is_initialized():
             self._make_groups()
@@ -105,8 +106,8 @@ class Rollout:
             This leader's share, whole prompts, in the order of prompts and samples; nothing on other ranks.
 
         Raises:
-            RuntimeError: on every rank, when an engine dies or takes longer than ``rollout.request_timeout_s``, and after an
-                update of the weights that failed.
+            RuntimeError: on every rank, when an engine dies or takes longer than ``rollout.request_timeout_s``, and
+                after an update of the weights that failed.
         """
         if self.stale or self.asleep:
             raise RuntimeError("the engines have no valid weights (asleep, or an update failed): sync them first")
@@ -116,7 +117,8 @@ class Rollout:
 
         def work() -> None:
             assert self.host is not None
-            mine.extend(self.host.run(self._serve(prompts, sampling, pool, claims), self.cfg.rollout.request_timeout_s, "generation"))
+            serve = self._serve(prompts, sampling, pool, claims)
+            mine.extend(self.host.run(serve, self.cfg.rollout.request_timeout_s, "generation"))
 
         self._together(work, "generation")
         return sorted(mine, key=lambda t: (t.prompt_index, t.sample_index))
@@ -126,8 +128,9 @@ class Rollout:
     ) -> list[Trajectory]:
         """Claim prompts and sample them until none is left.
 
-        A replica holds at most its even share of the prompts at a time, and of these as many samples as the engine decodes at
-        once, with one prompt more in the engine's queue so that a free place is taken without a turn through this process.
+        A replica holds at most its even share of the prompts at a time, and of these as many samples as the engine
+        decodes at once, with one prompt more in the engine's queue so that a free place is taken without a turn through
+        this process.
         """
         r, n = self.cfg.rollout, sampling.n
         room = max(n, min(r.max_num_seqs + n, -(-len(prompts) // self.replicas) * n))
@@ -162,9 +165,10 @@ class Rollout:
 
         assert self.host is not None
         params = SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, top_k=max(sampling.top_k, 0), max_tokens=sampling.max_tokens,
-            seed=sample_seed(sampling.seed, index, number), stop_token_ids=self.eos_ids, ignore_eos=True, logprobs=0,
-            flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=max(sampling.top_k, 0),
+            max_tokens=sampling.max_tokens, seed=sample_seed(sampling.seed, index, number), stop_token_ids=self.eos_ids,
+            ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
         )  # fmt: skip
         request = f"{self.calls}-{index}-{number}"
         async for answer in self.host.engine.generate(tokens_input(prompt.token_ids), params, request_id=request):
@@ -198,7 +202,7 @@ class Rollout:
         self._prepare(source)
         assert self.buckets is not None
         self.stale = True
-        errors: list[str] = []
+        errors: list[Exception] = []
         self._attempt(errors, self._open_update)
         for bucket in self.buckets.fill(tensors):
             self._group_barrier()
@@ -251,7 +255,8 @@ class Rollout:
             raise RuntimeError("the prefix cache could not be reset")
 
     def _check_workers(self) -> None:
-        problems = [f"worker {k}: {problem}" for k, problem in enumerate(self._rpc("rlscale_update_problem")) if problem]
+        answers = self._rpc("rlscale_update_problem")
+        problems = [f"worker {k}: {problem}" for k, problem in enumerate(answers) if problem]
         if problems:
             raise RuntimeError(f"rank {self.device.rank}: {'; '.join(problems)}")
 
@@ -259,27 +264,27 @@ class Rollout:
         assert self.buckets is not None
         return any(self.buckets.plan.bucket(self.device.rank + k, number) for k in range(self.tp))
 
-    def _attempt(self, errors: list[str], step: Any, *args: Any) -> None:
-        """A leader's step of an update; after an error the others are left out, while the ranks finish their exchange."""
+    def _attempt(self, errors: list[Exception], step: Any, *args: Any) -> None:
+        """A leader's step of an update; after an error the rest is left out, while the ranks finish their exchange."""
         if self.host is None or errors:
             return
         try:
             step(*args)
         except Exception as error:
-            errors.append(str(error))
+            errors.append(error)
 
     def sleep(self) -> None:
         """Give the engines' device memory to the trainer until the next `sync` (or `wake`).
 
-        On CUDA the weights are dropped too. On CPU nothing happens: vLLM has no sleep mode there, memory is shared anyway, and
-        to fault the cache's pages in again would cost more than they are worth.
+        On CUDA the weights are dropped too. On CPU nothing happens: vLLM has no sleep mode there, memory is shared
+        anyway, and to fault the cache's pages in again would cost more than they are worth.
         """
         if self.device.kind == "cuda" and not self.asleep:
             self._together(lambda: self._engine_call("sleep", 2), "sleep")
             self.asleep = True
 
     def wake(self) -> None:
-        """Take the device memory back. The weights that were dropped only come back with `sync`, which wakes by itself."""
+        """Take the device memory back. Dropped weights only come back with `sync`, which wakes by itself."""
         if self.asleep:
             self._together(lambda: self._engine_call("wake_up"), "wake-up")
             self.asleep, self.stale = False, True
@@ -305,19 +310,19 @@ class Rollout:
 
     def _together(self, work: Any, what: str) -> None:
         """Let the leaders work and all ranks wait for them; an error on one rank is an error on all."""
-        errors: list[str] = []
-        cause: BaseException | None = None
+        errors: list[Exception] = []
         if self.host is not None:
             try:
                 work()
             except Exception as error:
-                errors, cause = [str(error)], error
-        self._raise_together(errors, what, cause)
+                errors.append(error)
+        self._raise_together(errors, what)
 
-    def _raise_together(self, errors: list[str], what: str, cause: BaseException | None = None) -> None:
-        everyone = [message for of_rank in gather(errors, self.control) for message in of_rank]
+    def _raise_together(self, errors: list[Exception], what: str) -> None:
+        everyone = [message for of_rank in gather([str(e) for e in errors], self.control) for message in of_rank]
         if everyone:
-            text = errors[0] if errors else everyone[0]
+            text = str(errors[0]) if errors else everyone[0]
+            cause = errors[0] if errors else None
             raise RuntimeError(text if "rank " in text else f"{what} failed: {text}") from cause
 
 

@@ -1,7 +1,8 @@
 """One vLLM engine as its leader sees it: started in processes of its own, driven from this process's event loop, ended.
 
-The engine's processes must see neither the launcher's variables (vLLM would take the trainer's ranks for its own) nor the
-trainer's cores; and everything they print goes to a file, whose last words are the reason when an engine does not start.
+The engine's processes must see neither the launcher's variables (vLLM would take the trainer's ranks for its own) nor
+the trainer's cores; and everything they print goes to a file, whose last words are the reason when an engine does not
+start.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_")
-LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR",
-                  "MASTER_PORT")  # fmt: skip
-# temporary tensors of a step are allocated and freed over and over: keep their pages (glibc; settings as in cluster.device)
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE",
+                  "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
+# temporary tensors are allocated and freed in every step: keep their pages (glibc; as in cluster.device)
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2147483648", "MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_TOP_PAD_": "67108864",
           "MALLOC_ARENA_MAX": "1"}  # fmt: skip
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 on CPU is longer than many a prompt, of which no prefix could then be shared
@@ -64,8 +65,9 @@ class EngineHost:
             self.processes = [p for p in multiprocessing.active_children() if p not in before]
             self.loop.run_until_complete(self._warm_up())
         except Exception as error:
-            late = time.monotonic() - started >= self.cfg.rollout.start_timeout_s
-            reason = f"not ready after rollout.start_timeout_s = {self.cfg.rollout.start_timeout_s:g} s" if late else self._reason(error)
+            limit = self.cfg.rollout.start_timeout_s
+            late = time.monotonic() - started >= limit
+            reason = f"not ready after rollout.start_timeout_s = {limit:g} s" if late else self._reason(error)
             self.processes = [p for p in multiprocessing.active_children() if p not in before]
             self.close()
             raise RuntimeError(f"rank {self.device.rank}: vLLM cannot start: {reason} (log: {self.log})") from error
@@ -99,15 +101,16 @@ class EngineHost:
         Raises:
             RuntimeError: the engine died, failed or took longer than ``timeout`` seconds; names this rank.
         """
+        rank = f"rank {self.device.rank}"
         try:
             return self.loop.run_until_complete(asyncio.wait_for(work, timeout))
         except TimeoutError as error:
-            raise RuntimeError(f"rank {self.device.rank}: {what} took more than {timeout:g} s") from error
+            raise RuntimeError(f"{rank}: {what} took more than {timeout:g} s") from error
         except Exception as error:
             if self.engine is None or self.engine.errored:
-                reason = self._reason(error)
-                raise RuntimeError(f"rank {self.device.rank}: the vLLM engine died during {what}: {reason} (log: {self.log})") from error
-            raise RuntimeError(f"rank {self.device.rank}: {what} failed: {type(error).__name__}: {error}") from error
+                reason = f"{self._reason(error)} (log: {self.log})"
+                raise RuntimeError(f"{rank}: the vLLM engine died during {what}: {reason}") from error
+            raise RuntimeError(f"{rank}: {what} failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """End the engine's processes; kill those that do not end by themselves. May be called again."""
@@ -135,7 +138,7 @@ class EngineHost:
     def _reason(self, error: BaseException) -> str:
         """The last error in the engine's log; the exception itself where that says more than that an engine failed."""
         text = f"{type(error).__name__}: {error}".strip()
-        if "Engine core initialization failed" not in text and "EngineDeadError" not in text and "EngineCore" not in text:
+        if not re.search("Engine core initialization failed|EngineDeadError|EngineCore", text):
             return " ".join(text.split())
         with contextlib.suppress(OSError):
             found = last_error(self.log.read_text(errors="replace"))
@@ -145,8 +148,9 @@ class EngineHost:
 
 
 def last_error(log: str) -> str | None:
-    """The first exception that a log's last lines of traceback end in: what went wrong before others gave up because of it."""
-    pattern = re.compile(r"^(?:\([^)]*\)\s*)*(?:(?:ERROR|CRITICAL)\b[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit): .+)$")
+    """The last exception in a log that is not merely somebody's giving up because of another process's."""
+    prefix = r"^(?:\([^)]*\)\s*)*(?:(?:ERROR|CRITICAL)\b[^\]]*\]\s*)?"  # (process) LEVEL date [file:line]
+    pattern = re.compile(prefix + r"((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit): .+)$")
     errors = [match.group(1).strip() for line in log.splitlines() if (match := pattern.match(line.strip()))]
     own = [e for e in errors if not re.search(r"initialization failed|EngineDeadError|Engine core|WorkerProc", e)]
     return (own or errors or [None])[-1]
@@ -166,7 +170,7 @@ def engine_arguments(cfg: Config, device: Device) -> dict[str, Any]:
         "max_num_batched_tokens": r.max_num_batched_tokens,
         "enforce_eager": r.enforce_eager,
         "enable_prefix_caching": r.enable_prefix_caching,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from: comparable with the trainer's
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, as the trainer's are
         "generation_config": "vllm",  # no sampling defaults from the model's folder
         "weight_transfer_config": {"backend": "rlscale"},
         "worker_extension_cls": "rlscale.rollout.worker.WorkerExtension",
@@ -209,10 +213,11 @@ def environment(cfg: Config, device: Device) -> Iterator[None]:
         cores = pinned_cores(cfg, device)
         os.environ.update(MALLOC)
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(cores) // tp))
-        # one worker lives in the engine's own process, where vLLM cannot bind it (`Lifeline` does); several are bound by vLLM
+        # a single worker lives in the engine's process, where `Lifeline` binds it; several are bound by vLLM
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tp == 1 else "1"
         shares = [cores[i * len(cores) // tp : (i + 1) * len(cores) // tp] for i in range(tp)]
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, s)) for s in shares) if all(shares) else "nobind"
+        bound = "|".join(",".join(map(str, share)) for share in shares)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = bound if all(shares) else "nobind"
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(i) for i in range(device.local_world)]

@@ -1,9 +1,9 @@
 """Ties the processes of an engine to the trainer process that started them.
 
-vLLM's processes notice an orderly shutdown, but not a trainer that was killed: they would stay, with all their memory. A
-`Lifeline` travels inside the engine's configuration, and acts in every process in which that is unpickled, which is before
-anything of the engine has started: it pins the process to its cores and starts a thread that ends the process as soon as
-the trainer is gone.
+vLLM's processes notice an orderly shutdown, but not a trainer that was killed: they would stay, with all their memory.
+A `Lifeline` travels inside the engine's configuration, and acts in every process in which that is unpickled, which is
+before anything of the engine has started: it pins the process to its cores and starts a thread that ends the process as
+soon as the trainer is gone.
 """
 
 from __future__ import annotations

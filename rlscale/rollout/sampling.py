@@ -1,8 +1,8 @@
-"""How responses are drawn, and which replica draws which: seeds that depend on the sample alone, claims through a counter.
+"""How responses are drawn, and which replica draws which: seeds of the sample alone, claims through a counter.
 
 A sample's seed follows from the run's seed, the prompt's place in the step and the sample's number, so that it does not
-matter which engine takes it, when, or in what company. (Bit for bit this holds where the model's kernels are independent
-of the batch; in bf16 a near tie between two tokens may still fall differently.)
+matter which engine takes it, when, or in what company. (Bit for bit this holds where the model's kernels are
+independent of the batch; in bf16 a near tie between two tokens may still fall differently.)
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class Sampling:
     Attributes:
         n: responses to each prompt.
         temperature: 0 is greedy.
-        top_p, top_k: nucleus and top-k truncation; 1 and -1 switch them off. Log-probs are those of the distribution that was
-            sampled from, after temperature and truncation: with truncation they are at least the full softmax's.
+        top_p, top_k: nucleus and top-k truncation; 1 and -1 switch them off. Log-probs are those of the distribution
+            that was sampled from, after temperature and truncation: with truncation they are at least the full
+            softmax's.
         max_tokens: of a response, its end-of-sequence token included.
         seed: of this call; give every step its own.
     """

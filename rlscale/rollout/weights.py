@@ -1,8 +1,8 @@
-"""The trainer's end of a weight update: a plan from the actor's shards to the engines' shards, and buckets both can see.
+"""The trainer's end of a weight update: a plan from the actor's shards to the engines', and buckets both can see.
 
-Every trainer rank receives exactly the slices that the vLLM worker on its device needs, one bounded bucket after the other,
-in memory that the worker has mapped: an anonymous memory file on CPU (nothing that could stay behind in /dev/shm), an
-exported allocation on CUDA. Layout, plan and mapping are made once and used for every update.
+Every trainer rank receives exactly the slices that the vLLM worker on its device needs, one bounded bucket after the
+other, in memory that the worker has mapped: an anonymous memory file on CPU (nothing that could stay behind in
+/dev/shm), an exported allocation on CUDA. Layout, plan and mapping are made once and used for every update.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Buckets:
         self.staging = torch.empty(the_plan.staging_bytes(rank), dtype=torch.uint8, device=device)
 
     def mailbox(self) -> dict[str, Any]:
-        """For `rlscale.rollout.worker.Mailbox`: the memories and, by round, (key, name, at, shape, offset, nbytes, dtype)."""
+        """For `worker.Mailbox`: the memories and, by round, (key, name, at, shape, offset, nbytes, dtype)."""
         rounds = [[_entry(copy) for copy in self.plan.bucket(self.rank, n)] for n in range(self.plan.rounds)]
         return {"buffers": [memory.address for memory in self.memories], "rounds": rounds}
 
@@ -70,7 +70,8 @@ class Buckets:
 
 def _entry(copy: Copy) -> list[Any]:
     piece = copy.destination
-    return [piece.key, piece.name, [list(x) for x in piece.at], list(piece.shape), copy.offset, copy.nbytes, str(copy.dtype)[6:]]
+    at, dtype = [list(x) for x in piece.at], str(copy.dtype)[6:]
+    return [piece.key, piece.name, at, list(piece.shape), copy.offset, copy.nbytes, dtype]
 
 
 class Memory:
@@ -81,6 +82,7 @@ class Memory:
 
     def __init__(self, nbytes: int, device: torch.device):
         self.handle: int | None = None
+        self.address: dict[str, Any]
         if device.type == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 

@@ -1,8 +1,9 @@
 """The engine's end of a weight update. This module runs inside vLLM's workers, which import it by name.
 
-vLLM fuses q, k, v and gate, up into one parameter each, and on CPU it packs a linear layer's weight into the format of its
-kernels and drops the original. A worker is handed nothing but the slices it needs: it writes each into its place in the
-fused parameter, and packs a module as soon as the module is complete. What goes where follows from the live modules.
+vLLM fuses q, k, v and gate, up into one parameter each, and on CPU it packs a linear layer's weight into the format of
+its kernels and drops the original. A worker is handed nothing but the slices it needs: it writes each into its place in
+the fused parameter, and packs a module as soon as the module is complete. What goes where follows from the live
+modules.
 """
 
 from __future__ import annotations
@@ -34,10 +35,6 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
-from vllm.v1.sample import sampler as vllm_sampler
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
-
-from rlscale.rollout.draw import draw, uniform_numbers
 
 BACKEND = "rlscale"
 
@@ -98,7 +95,7 @@ def _targets_of(packed: dict[str, list[str]], path: str, module: Any, parameter:
     form = model_format(module, parameter)
     rest = tuple(form.shape[1:])  # dimensions that only a row-parallel weight is split in
     if not form.dtype.is_floating_point:
-        raise ValueError(f"{path}.{parameter} is of type {form.dtype}: a quantized engine cannot take the trainer's weights")
+        raise ValueError(f"{path}.{parameter} is {form.dtype}: a quantized engine cannot take the trainer's weights")
     base, _, leaf = path.rpartition(".")
 
     def rows(name: str, total: int, start: int, count: int, at: int) -> Target:
@@ -194,7 +191,7 @@ class ShardWriter:
         for key in [key for key in self.staged if key[0] == path]:
             setattr(module, key[1], torch.nn.Parameter(self.staged.pop(key), requires_grad=False))
         if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
-            heads = [head for head in self.tied if head.weight is module.weight]
+            heads: list[Any] = [head for head in self.tied if head.weight is module.weight]
             if module is getattr(self.model, "lm_head", None):
                 heads.append(module)
             for head in heads:  # shares the weight, but has a packed copy of its own
@@ -226,8 +223,9 @@ class Round(WeightTransferUpdateInfo):
 class ShardTransfer(WeightTransferEngine[Mailbox, Round]):
     """vLLM's weight-transfer backend ``rlscale``.
 
-    Nothing raises here: vLLM's executor reads the answers of several workers only up to the first error, and would take the
-    rest for answers to its next call. What goes wrong is kept in ``problem``, which the trainer asks for after each update.
+    Nothing raises here: vLLM's executor reads the answers of several workers only up to the first error, and would take
+    the rest for answers to its next call. What goes wrong is kept in ``problem``, which the trainer asks for after each
+    update.
     """
 
     init_info_cls = Mailbox
@@ -299,7 +297,7 @@ class WorkerExtension:
         return [target.describe() for target in targets(model)]
 
     def rlscale_unlink_shared_memory(self) -> None:
-        """Take the names of the files through which CPU workers talk; they are mapped, and would outlive a killed engine."""
+        """Remove the names of the files through which CPU workers talk: a killed engine would leave them behind."""
         if identity := os.environ.get("VLLM_DIST_IDENT"):
             for path in Path("/dev/shm").glob(f"{glob.escape(identity)}-*"):
                 path.unlink(missing_ok=True)
@@ -309,26 +307,9 @@ class WorkerExtension:
         return self.weight_transfer_engine.problem  # type: ignore[attr-defined]
 
 
-def _without_ranks(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-
-
-def _sample_on_cpu(
-    self: TopKTopPSampler,
-    logits: torch.Tensor,
-    generators: dict[int, torch.Generator],
-    k: torch.Tensor | None,
-    p: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sampling step of vLLM's CPU backend: log-probs after temperature, top-k and top-p, and tokens drawn from them."""
-    assert self.logprobs_mode == "processed_logprobs"
-    logprobs = apply_top_k_top_p(logits, k, p).log_softmax(-1, dtype=torch.float32)
-    return draw(logprobs.exp(), uniform_numbers(len(logprobs), generators)), logprobs
-
-
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
 if current_platform.is_cpu():
-    # the rank of a sampled token among all is never used here; to count it, vLLM compiles a kernel at the first request
-    vllm_sampler.batched_count_greater_than = _without_ranks
-    TopKTopPSampler.forward_cpu = _sample_on_cpu
+    from rlscale.rollout import cpu
+
+    cpu.install()

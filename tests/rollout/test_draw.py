@@ -21,7 +21,8 @@ def test_frequencies_are_the_probabilities(vocabulary: int) -> None:
 
 def test_the_cumulative_distribution_is_inverted_exactly() -> None:
     p = torch.tensor([[0.25, 0.0, 0.5, 0.25]]).expand(6, -1)
-    assert draw(p, torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-53]).double()).tolist() == [0, 0, 2, 2, 3, 3]
+    uniform = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-53], dtype=torch.float64)
+    assert draw(p, uniform).tolist() == [0, 0, 2, 2, 3, 3]
 
 
 def test_what_has_no_probability_is_never_drawn() -> None:
