@@ -47,6 +47,7 @@ class EngineHost:
         self.loop = asyncio.new_event_loop()
         self.engine: Any = None
         self.processes: list[Any] = []
+        self.shared: set[Path] = set()  # what the engine's processes share in /dev/shm
 
     def start(self) -> None:
         """Start the engine's processes and generate two tokens.
@@ -64,6 +65,7 @@ class EngineHost:
             self.loop.run_until_complete(self._create())
             self.processes = [p for p in multiprocessing.active_children() if p not in before]
             self.loop.run_until_complete(self._warm_up())
+            self.shared = set().union(*map(_shared_files, self._family())) - _shared_files(os.getpid())
         except Exception as error:
             limit = self.cfg.rollout.start_timeout_s
             late = time.monotonic() - started >= limit
@@ -103,11 +105,14 @@ class EngineHost:
         """
         rank = f"rank {self.device.rank}"
         try:
+            self._check_alive()
             return self.loop.run_until_complete(asyncio.wait_for(work, timeout))
         except TimeoutError as error:
+            work.close()
             raise RuntimeError(f"{rank}: {what} took more than {timeout:g} s") from error
         except Exception as error:
-            if self.engine is None or self.engine.errored:
+            work.close()
+            if self.engine is None or self.engine.errored or not self._alive():
                 reason = f"{self._reason(error)} (log: {self.log})"
                 raise RuntimeError(f"{rank}: the vLLM engine died during {what}: {reason}") from error
             raise RuntimeError(f"{rank}: {what} failed: {type(error).__name__}: {error}") from error
@@ -115,7 +120,7 @@ class EngineHost:
     def close(self) -> None:
         """End the engine's processes; kill those that do not end by themselves. May be called again."""
         engine, self.engine = self.engine, None
-        family = [member for process in self.processes for member in _family(process.pid)]
+        family = self._family()
         if engine is not None:
             with contextlib.suppress(Exception), redirected(self.log):
                 engine.shutdown(timeout=EXIT_TIMEOUT_S)
@@ -127,7 +132,19 @@ class EngineHost:
                 self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
             self.loop.close()
         _end(self.processes, family)
-        self.processes = []
+        for path in self.shared:  # left by processes that were killed
+            path.unlink(missing_ok=True)
+        self.processes, self.shared = [], set()
+
+    def _alive(self) -> bool:
+        return self.engine is not None and all(process.is_alive() for process in self.processes)
+
+    def _check_alive(self) -> None:
+        if not self._alive():
+            raise ProcessLookupError("EngineCore: a process of the engine has ended")
+
+    def _family(self) -> list[int]:
+        return [member for process in self.processes for member in _family(process.pid)]
 
     def _kill_children_since(self, before: set[Any]) -> None:
         for process in set(multiprocessing.active_children()) - before:
@@ -258,6 +275,14 @@ def _family(pid: int | None) -> list[int]:
         return [process.pid, *(child.pid for child in process.children(recursive=True))]
     except psutil.NoSuchProcess:
         return []
+
+
+def _shared_files(pid: int) -> set[Path]:
+    """Semaphores and message queues that a process has mapped."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        return {Path(name) for name in re.findall(r"/dev/shm/(?:sem\.mp-|psm_)\w+", maps)}
+    return set()
 
 
 def _end(processes: list[Any], family: list[int]) -> None:

@@ -304,9 +304,9 @@ def test_an_incomplete_update_is_an_error(run_dir: str) -> None:
     refuses_an_incomplete_update("replicas", run_dir)
 
 
-def family(run_dir: str, layout: str) -> list[int]:
+def family(run_dir: str, layout: str) -> tuple[list[int], set[str]]:
     rollout = rollout_of(layout, run_dir)
-    return [] if rollout.host is None else engine_processes(rollout)
+    return engine_processes(rollout), {path.name for path in rollout.host.shared}
 
 
 def engine_processes(rollout: Any) -> list[int]:
@@ -322,6 +322,7 @@ def generate_while_dying(run_dir: str) -> str:
     rollout = rollout_of("replicas", run_dir)
     if rollout.device.rank == 1:
         os.kill(rollout.host.processes[0].pid, signal.SIGKILL)
+        rollout.host.processes[0].join(10)
     with pytest.raises(RuntimeError) as caught:
         rollout.generate(prompts(PROMPTS), Sampling(n=4, max_tokens=60))
     _rollouts.pop("replicas").close()
@@ -330,13 +331,13 @@ def generate_while_dying(run_dir: str) -> str:
 
 
 def test_a_dead_engine_is_named_on_every_rank_and_closing_leaves_nothing(run_dir: str) -> None:
-    shm = set(os.listdir("/dev/shm"))
-    pids = [pid for of_rank in worlds.run(2, family, run_dir, "replicas", timeout=START) for pid in of_rank]
+    families = worlds.run(2, family, run_dir, "replicas", timeout=START)
+    pids, shared = [pid for of_rank, _ in families for pid in of_rank], set().union(*(names for _, names in families))
     assert len(pids) >= 2 and all(map(alive, pids))
     for message in worlds.run(2, generate_while_dying, run_dir, timeout=START):
         assert re.search(r"rank 1: the vLLM engine died during generation", message)
     assert not any(map(alive, pids))
-    assert not {name for name in set(os.listdir("/dev/shm")) - shm if name.startswith("rlscale")}
+    assert not set(os.listdir("/dev/shm")) & shared
 
 
 def alive(pid: int) -> bool:
