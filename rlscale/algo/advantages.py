@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlscale.algo.registry import Registry
 from rlscale.algo.segments import (
+    any_valid,
     check_shapes,
     compress,
     cumulative,
@@ -205,7 +206,7 @@ def estimate_advantages(
         warnings.warn(message + "; they are left out", stacklevel=2)
         valid = valid & spread(finite, cu_seqlens)
     dtype = token_rewards.dtype if token_rewards.is_floating_point() else torch.float32
-    usable = finite & (row_counts(valid, cu_seqlens) > 0)
+    usable = finite & any_valid(valid, cu_seqlens)
     batch = Batch(
         token_rewards,
         valid,
