@@ -39,6 +39,19 @@ def processes(mark: str) -> dict[int, str]:
     return _scan(mark)[0]
 
 
+def in_sessions(numbers: set[int]) -> dict[int, str]:
+    """pid -> command line of all live processes in these sessions (setsid)."""
+    found: dict[int, str] = {}
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) in numbers and state != "Z":
+                found[int(folder.name)] = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+    return found
+
+
 def left(mark: str, shm_before: set[str]) -> set[str]:
     """One line for each process and each new file in /dev/shm."""
     inodes = {}

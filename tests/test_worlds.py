@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 import pytest
 import torch
 
-from tests import worlds
+from tests import leftovers, worlds
 
 
 @dataclasses.dataclass
@@ -58,6 +59,12 @@ def die_on(rank: int) -> None:
 
 def start_child() -> int:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+def hold_semaphore() -> str:
+    global semaphore
+    semaphore = multiprocessing.get_context("spawn").Lock()
+    return f"sem.{semaphore._semlock.name[1:]}"
 
 
 def pids() -> list[int]:
@@ -121,6 +128,18 @@ def test_closing_a_world_ends_what_its_ranks_started() -> None:
     while any(alive(pid) for pid in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(alive(pid) for pid in children)
+
+
+@pytest.mark.skipif(not leftovers.SHM.is_dir(), reason="this system has no /dev/shm")
+def test_semaphores_of_a_closed_or_stalled_world_are_removed() -> None:
+    names = set(worlds.run(2, hold_semaphore))
+    assert names <= leftovers.shm_files()
+    worlds.close()
+    assert not names & leftovers.shm_files()
+    names = set(worlds.run(2, hold_semaphore))
+    with pytest.raises(worlds.WorldError):
+        worlds.run(2, stall_on, 1, timeout=0.5)
+    assert not names & leftovers.shm_files()
 
 
 def alive(pid: int) -> bool:

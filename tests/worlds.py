@@ -43,6 +43,7 @@ from tests import leftovers
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PROCESSES = 8  # idle worlds beyond this many processes are closed, the longest unused first
 START_TIMEOUT = 180.0  # seconds, on a machine that does other things too
+EXIT_TIMEOUT = 3.0  # seconds that a process has to end by itself
 GRACE = 3.0  # seconds that the other ranks have to report after one rank has failed
 
 
@@ -82,13 +83,13 @@ def run(
 def close() -> None:
     """End every world; the next `run` starts anew."""
     while _worlds:
-        _worlds.popitem()[1].kill()
+        _worlds.popitem()[1].kill(idle=True)
 
 
 def _make_room(wanted: int) -> None:
     by_age = sorted(_worlds, key=lambda size: _worlds[size].used)
     while by_age and sum(_worlds) + wanted > MAX_PROCESSES:
-        _worlds.pop(by_age.pop(0)).kill()
+        _worlds.pop(by_age.pop(0)).kill(idle=True)
 
 
 def _start(size: int) -> _World:
@@ -232,15 +233,31 @@ class _World:
         self.kill()
         raise WorldError(message + logs)
 
-    def kill(self) -> None:
-        """End the processes and whatever they have started (each leads a process group)."""
+    def kill(self, idle: bool = False) -> None:
+        """End the processes and whatever they have started (each leads a session).
+
+        A process that is ``idle`` ends by itself when its pipe closes. multiprocessing's resource trackers come last, when all
+        others are gone: they remove the semaphores of a killed process from shared memory, and then end by themselves.
+        """
         self.alive = False
         for pipe in self.pipes:
             pipe.close()
+        deadline = time.monotonic() + EXIT_TIMEOUT
+        while idle and any(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        sessions = {process.pid for process in self.processes}
+        for pid, command in leftovers.in_sessions(sessions).items():
+            if "resource_tracker" not in command:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        deadline = time.monotonic() + EXIT_TIMEOUT
+        while (rest := leftovers.in_sessions(sessions)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid in rest:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(FileNotFoundError):
             self.folder.cleanup()
 
