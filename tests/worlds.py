@@ -236,8 +236,9 @@ class _World:
     def kill(self, idle: bool = False) -> None:
         """End the processes and whatever they have started (each leads a session).
 
-        A process that is ``idle`` ends by itself when its pipe closes. multiprocessing's resource trackers come last, when all
-        others are gone: they remove the semaphores of a killed process from shared memory, and then end by themselves.
+        A process that is ``idle`` ends by itself when its pipe closes. multiprocessing's resource trackers come last,
+        when all others are gone: they remove the semaphores of a killed process from shared memory, and then end by
+        themselves.
         """
         self.alive = False
         for pipe in self.pipes:
