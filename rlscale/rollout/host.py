@@ -36,7 +36,7 @@ LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2147483648", "MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_TOP_PAD_": "67108864",
           "MALLOC_ARENA_MAX": "1"}  # fmt: skip
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 on CPU is longer than many a prompt, of which no prefix could then be shared
-EXIT_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 3.0  # for an engine to end by itself; nothing in it is worth waiting for
 
 
 class EngineHost:
@@ -278,11 +278,20 @@ def _family(pid: int | None) -> list[int]:
 
 
 def _shared_files(pid: int) -> set[Path]:
-    """Semaphores and message queues that a process has mapped."""
-    with contextlib.suppress(OSError):
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        return {Path(name) for name in re.findall(r"/dev/shm/(?:sem\.mp-|psm_)\w+", maps)}
-    return set()
+    """Semaphores and message queues of Python's multiprocessing that a process has mapped.
+
+    Files are told by their inode: a semaphore's mapping carries the name under which it was made, not its final one.
+    """
+    try:
+        mapped = set(re.findall(r" (\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text()))
+    except OSError:
+        return set()
+    out = set()
+    for path in [*Path("/dev/shm").glob("sem.mp-*"), *Path("/dev/shm").glob("psm_*")]:
+        with contextlib.suppress(FileNotFoundError):
+            if str(path.stat().st_ino) in mapped:
+                out.add(path)
+    return out
 
 
 def _end(processes: list[Any], family: list[int]) -> None:

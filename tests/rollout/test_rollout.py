@@ -333,7 +333,7 @@ def generate_while_dying(run_dir: str) -> str:
 def test_a_dead_engine_is_named_on_every_rank_and_closing_leaves_nothing(run_dir: str) -> None:
     families = worlds.run(2, family, run_dir, "replicas", timeout=START)
     pids, shared = [pid for of_rank, _ in families for pid in of_rank], set().union(*(names for _, names in families))
-    assert len(pids) >= 2 and all(map(alive, pids))
+    assert len(pids) >= 2 and all(map(alive, pids)) and shared <= set(os.listdir("/dev/shm")) and shared
     for message in worlds.run(2, generate_while_dying, run_dir, timeout=START):
         assert re.search(r"rank 1: the vLLM engine died during generation", message)
     assert not any(map(alive, pids))
