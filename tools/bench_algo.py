@@ -237,7 +237,7 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def bench_head(
-    repeat: int, dtype: torch.dtype, chunk: int, hidden_size: int = 576, vocabulary: int = 151_936, tokens: int = 2048
+    dtype: torch.dtype, chunk: int, hidden_size: int = 576, vocabulary: int = 151_936, tokens: int = 2048
 ) -> None:
     """Forward and backward with both gradients; extra memory without the gradients themselves, which both return."""
     torch.manual_seed(0)
