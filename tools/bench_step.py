@@ -15,6 +15,7 @@ Tokens are those of the responses, and of prompts and responses, counting each r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -106,6 +107,17 @@ class Monitor(threading.Thread):
         return total
 
 
+def end(program: subprocess.Popen[bytes], pids: set[int]) -> None:
+    """Stop a program and all its processes: launchers start their workers in sessions of their own."""
+    program.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        program.wait(10)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    program.wait()
+
+
 def follow(
     command: list[str], env: dict[str, str], lines: Path, log: Path, limit: float
 ) -> tuple[list[tuple[Any, ...]], float]:
@@ -138,8 +150,7 @@ def follow(
     finally:
         monitor.done.set()
         if program.poll() is None:
-            os.killpg(program.pid, signal.SIGKILL)
-            program.wait()
+            end(program, monitor.pids)
     if program.returncode:
         sys.stderr.write(log.read_text(errors="replace")[-4000:])
         raise SystemExit(f"{' '.join(command)} ended with status {program.returncode}")
@@ -282,6 +293,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     parser.add_argument("overrides", nargs="*", help="key=value for our program")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the program under way is ended, too
     systems = {"ours": run_ours, "trl": run_trl}
     wanted = [args.only] if args.only else list(systems)
     results: dict[str, list[Result]] = {name: [] for name in wanted}
