@@ -19,6 +19,7 @@ Scorer = Callable[..., Any]
 
 SCORERS = {
     "last_number": "rlscale.reward.verifiers:last_number",
+    "gsm8k": "rlscale.reward.verifiers:gsm8k",
     "exact_match": "rlscale.reward.verifiers:exact_match",
     "math": "rlscale.reward.math_answer:math",
     "reasoning_gym": "rlscale.reward.gym_answer:score",

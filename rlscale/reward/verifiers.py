@@ -97,6 +97,21 @@ def _only_quotes(given: Counter[Decimal], question: Counter[Decimal], truth: Dec
     return given == Counter({number: times * count for number, count in question.items()})
 
 
+def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+    """1.0 where the line after the last ``####`` is the right number, however it is written, else 0.0.
+
+    ``#### 1,234``, ``#### $1,234.`` and ``####1234.0`` are one number; an answer without the mark is worth nothing.
+
+    Raises:
+        ValueError: the ground truth (after its own mark, if it is a worked solution) isn't one number.
+    """
+    truths = numbers(str(ground_truth).rpartition("####")[2])
+    if len(truths) != 1:
+        raise ValueError(f"gsm8k needs one number as ground truth, got {ground_truth!r}")
+    _, mark, answer = solution_str.rpartition("####")
+    return float(bool(mark) and numbers(answer.strip().partition("\n")[0]) == truths)
+
+
 def exact_match(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
