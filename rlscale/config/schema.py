@@ -207,10 +207,16 @@ class RewardConfig:
 
 @dataclass
 class KLControlConfig:
-    type: str = opt("fixed", "controller of the KL coefficient in the reward", choices=("fixed", "adaptive"))
+    type: str = opt(
+        "fixed", "controller of the KL coefficient in the reward", choices=("fixed", "adaptive", "interval")
+    )
     kl_coef: float = opt(0.001, "(initial) coefficient", min=0)
-    horizon: float = opt(10000.0, "samples over which the adaptive controller corrects", above=0)
+    horizon: float = opt(10000.0, "samples over which the adaptive and the interval controller correct", above=0)
     target_kl: float = opt(0.1, "KL the adaptive controller aims at, nats a token", above=0)
+    target_low: float | None = opt(
+        None, "lower end of the KL that the interval controller lets be, nats a token", above=0
+    )
+    target_high: float | None = opt(None, "upper end of that interval", above=0)
 
 
 @dataclass

@@ -356,10 +356,17 @@ def _algorithm(c: Config) -> Iterator[Violation]:
             f"rollout.n is 1, but adv_estimator {a.adv_estimator} compares "
             "the responses to one prompt with each other; set rollout.n to at least 2, or adv_estimator to gae",
         )
-    if a.kl_ctrl.type == "adaptive" and not a.use_kl_in_reward:
+    ctrl = a.kl_ctrl
+    if ctrl.type == "interval" and not (ctrl.target_low and ctrl.target_high and ctrl.target_low < ctrl.target_high):
+        yield Violation(
+            ("algorithm.kl_ctrl.target_low", "algorithm.kl_ctrl.target_high"),
+            "algorithm.kl_ctrl.type is interval: set target_low below target_high "
+            f"(they are {ctrl.target_low} and {ctrl.target_high})",
+        )
+    if ctrl.type != "fixed" and not a.use_kl_in_reward:
         yield Violation(
             ("algorithm.kl_ctrl.type", "algorithm.use_kl_in_reward"),
-            "algorithm.kl_ctrl.type is adaptive, but it "
+            f"algorithm.kl_ctrl.type is {ctrl.type}, but it "
             "controls the KL in the reward and use_kl_in_reward is false; set use_kl_in_reward to true",
         )
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":

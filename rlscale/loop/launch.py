@@ -10,6 +10,10 @@ from rlscale.config.schema import Config, ParallelConfig
 from rlscale.config.validate import find_violations, uses_critic, uses_reference
 from rlscale.model.arch import ModelSpec
 
+# estimators whose further inputs (a greedy response, reward components, sums over the vocabulary) no step
+# provides yet
+NEED_MORE = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
+
 
 def configure(path: str, overrides: list[str], world: int) -> tuple[Config, ModelSpec]:
     """The checked configuration and the shapes of its model.
@@ -22,7 +26,7 @@ def configure(path: str, overrides: list[str], world: int) -> tuple[Config, Mode
     from rlscale.algo.policy_loss import POLICY_LOSSES
 
     registries = {
-        "algorithm.adv_estimator": ADVANTAGES.names(),
+        "algorithm.adv_estimator": [name for name in ADVANTAGES.names() if name not in NEED_MORE],
         "algorithm.kl_penalty": kl_names(),
         "actor.kl_loss_type": kl_names(),
         "actor.policy_loss": POLICY_LOSSES.names(),

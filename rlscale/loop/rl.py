@@ -130,7 +130,7 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None
         penalty = kl(algo.kl_penalty, batch.old_logprobs, batch.ref_logprobs)
         penalty = torch.where(batch.mask != 0, penalty, torch.zeros_like(penalty))
-        coef = run.kl_controller.value
+        coef = run.kl_controller.coef
         batch.token_rewards = batch.token_rewards - coef * penalty
         mean_kl = float(masked_sum(penalty, loss_weights(batch.mask, batch.cu_seqlens, "seq-mean-token-mean")))
         run.kl_controller.update(mean_kl, batch.num_samples)
@@ -148,7 +148,7 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
         **algo.adv_args,
     )
     batch.advantages, batch.returns = out.advantages, out.returns
-    return metrics
+    return metrics | {f"group/{name}": value for name, value in out.metrics.items()}
 
 
 def rewards_at_last_token(batch: PackedBatch) -> torch.Tensor:

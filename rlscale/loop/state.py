@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlscale.algo.kl import FixedKL, make_controller
 from rlscale.cluster.device import Device
 from rlscale.config.schema import ActorConfig, Config, CriticConfig
 from rlscale.config.validate import uses_critic, uses_reference
@@ -41,7 +42,7 @@ class Run:
     pool: RewardPool | None  # on rollout leaders
     writer: RunWriter
     progress: Progress
-    kl_controller: Any
+    kl_controller: FixedKL
     started: float = field(default_factory=time.time)
     tokens_seen: int = 0
 
@@ -115,7 +116,7 @@ def build(cfg: Config, device: Device) -> Run:
         pool=pool,
         writer=writer,
         progress=progress,
-        kl_controller=_kl_controller(cfg),
+        kl_controller=kl_controller(cfg),
     )
 
 
@@ -165,10 +166,14 @@ def _critic(cfg: Config, spec: ModelSpec, steps: int, common: dict[str, Any]) ->
     )
 
 
-def _kl_controller(cfg: Config) -> Any:
-    from rlscale.algo.kl import AdaptiveKL, FixedKL
-
-    ctrl = cfg.algorithm.kl_ctrl
-    if ctrl.type == "adaptive":
-        return AdaptiveKL(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
-    return FixedKL(ctrl.kl_coef)
+def kl_controller(cfg: Config) -> FixedKL:
+    """The controller of the KL coefficient in the reward."""
+    c = cfg.algorithm.kl_ctrl
+    return make_controller(
+        c.type,
+        kl_coef=c.kl_coef,
+        target_kl=c.target_kl,
+        horizon=c.horizon,
+        target_low=c.target_low,
+        target_high=c.target_high,
+    )

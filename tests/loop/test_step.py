@@ -10,10 +10,11 @@ import torch
 
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
-from rlscale.config.schema import ActorConfig, Config
+from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, KLControlConfig
 from rlscale.loop import report
 from rlscale.loop.objectives import actor_loss, contributing_rows
-from rlscale.loop.rl import exchange, mini_batches, rewards_at_last_token
+from rlscale.loop.rl import advantages, exchange, mini_batches, rewards_at_last_token
+from rlscale.loop.state import kl_controller
 from tests.train.reference import random_batch
 
 
@@ -88,6 +89,25 @@ def test_nothing_is_skipped_where_another_term_needs_it(key: str, value: Any) ->
     batch.advantages = torch.zeros(batch.tokens.numel())
     assert contributing_rows(ActorConfig(**{key: value}), batch).numel() == batch.num_samples
     assert contributing_rows(ActorConfig(), batch).numel() == 0
+
+
+@pytest.mark.parametrize("kind", ["fixed", "adaptive", "interval"])
+def test_kl_in_the_reward(kind: str) -> None:
+    """The penalty is taken at the policy's tokens, with this step's coefficient; the controller moves afterwards."""
+    ctrl = KLControlConfig(type=kind, kl_coef=0.5, horizon=100.0, target_kl=0.1, target_low=0.05, target_high=0.2)
+    algorithm = AlgorithmConfig(adv_estimator="reinforce", use_kl_in_reward=True, kl_penalty="k1", kl_ctrl=ctrl)
+    cfg = Config(algorithm=algorithm)
+    batch = pack([trajectory(0, 0, [1, 0, 1], 1.0), trajectory(0, 1, [1], 0.0)])
+    batch.old_logprobs = torch.tensor([-1.0, float("nan"), -1.0, -1.0])
+    batch.ref_logprobs = torch.tensor([-2.0, 0.0, -1.0, -1.5])
+    run: Any = SimpleNamespace(cfg=cfg, kl_controller=kl_controller(cfg))
+    metrics = advantages(run, batch)
+    assert batch.token_rewards.tolist() == pytest.approx([-0.5, 0.0, 1.0, -0.25])
+    assert batch.advantages.tolist() == pytest.approx([0.5, 0.0, 1.0, -0.25])
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)  # mean over rows of their token means
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    expected = {"fixed": 0.5, "adaptive": 0.5 * (1 + 0.2 * 2 / 100), "interval": 0.5 * (1 + 0.2 * 2 / 100)}
+    assert run.kl_controller.coef == pytest.approx(expected[kind])
 
 
 def test_log_probs_that_disagree_end_the_run() -> None:

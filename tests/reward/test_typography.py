@@ -6,16 +6,8 @@ import pytest
 
 from rlscale.reward.verifiers import gsm8k, last_number
 
-STRICT = [
-    "#### 1,234",
-    "#### 1234.",
-    "####1234",
-    "#### $1,234",
-    "#### 1234.0",
-    "#### 12\n#### 1234",
-    "#### 1235",
-    "1234",
-]
+RIGHT = ["#### 1,234", "#### 1234.", "####1234", "#### $1,234", "#### 1234.0", "#### 12\n#### 1234"]
+WRONG = ["#### 1235", "1234"]
 
 
 def test_gsm8k_reads_the_number_after_the_last_mark() -> None:
