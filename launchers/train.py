@@ -13,9 +13,10 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # runs from a checkout that was never installed
 
-USAGE_ERROR, RUN_ERROR = 2, 1
+USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -45,8 +46,9 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             print(describe(cfg, spec, world))
         return 0
-    from rlscale.cluster.device import detect, init_distributed, prepare_process
+    from rlscale.cluster.device import detect, follow_launcher, init_distributed, prepare_process
 
+    follow_launcher()
     try:
         prepare_process(detect(cfg.trainer.device))
         device = init_distributed(cfg.trainer.device, cfg.trainer.collective_timeout_s)
@@ -55,10 +57,30 @@ def main(argv: list[str]) -> int:
         train(cfg, device)
     except ValueError as error:  # the user's data or model, named by the message
         return fail(str(error), rank, USAGE_ERROR)
+    except KeyboardInterrupt:
+        return fail("interrupted", rank, INTERRUPTED)
     except Exception as error:
-        traceback.print_exc()
+        if lost_contact(error):  # another rank has failed, and its message must come first
+            time.sleep(3)
+            return fail("lost contact with another rank, which ended first", rank, RUN_ERROR, every_rank=True)
+        if not raised_here(error):
+            traceback.print_exc()
         return fail(f"{type(error).__name__}: {error}", rank, RUN_ERROR, every_rank=True)
     return 0
+
+
+def lost_contact(error: Exception) -> bool:
+    """Whether an error only says that the other end of a connection is gone."""
+    text = str(error)
+    return any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Failed to recv, got 0")
+    )
+
+
+def raised_here(error: Exception) -> bool:
+    """Whether this project raised the error itself, with a message that needs no stack to be understood."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, RuntimeError) and Path(last).resolve().is_relative_to(ROOT / "rlscale")
 
 
 def fail(message: str, rank: int, code: int, every_rank: bool = False) -> int:

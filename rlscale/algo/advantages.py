@@ -114,19 +114,6 @@ class Batch:
         x = self.centred(score)
         return (self.per_group(x.square())[self.group] / (self.size - 1.0).clamp(min=1.0)).sqrt()
 
-    def others_equal(self, score: Tensor) -> Tensor:
-        """``[B]`` bool: the other usable members of the group (if any) all have one and the same score."""
-        x = torch.where(self.usable, score, torch.inf)
-        values, index = torch.unique(x, return_inverse=True)
-        cell = self.group * values.numel() + index  # one cell for each (group, score)
-        cells, cell = torch.unique(cell, return_inverse=True)
-        members = torch.zeros(cells.numel(), dtype=x.dtype, device=x.device).index_add_(
-            0, cell, self.usable.to(x.dtype)
-        )
-        kinds = torch.zeros(self.groups, dtype=x.dtype, device=x.device)
-        kinds.index_add_(0, torch.div(cells, values.numel(), rounding_mode="floor"), (members > 0).to(x.dtype))
-        return kinds[self.group] - (members[cell] == 1).to(x.dtype) <= 1
-
     def to_tokens(self, row: Tensor) -> Tensor:
         """``[B]`` finite values -> ``[T]`` in the dtype of the result, 0 at tokens that take no part."""
         return keep_valid(spread(row.to(self.dtype), self.cu), self.valid)
@@ -194,6 +181,13 @@ def estimate_advantages(
     if group is None:
         group = torch.arange(rows, device=mask.device)
     valid = positive(mask)
+    _refuse_not_finite(
+        valid,
+        {"values": values, "old_logprobs": old_logprobs, "sum_pi_squared": sum_pi_squared, "is_weights": is_weights},
+    )
+    if baselines is not None and not bool(torch.isfinite(baselines).all()):
+        bad = (~torch.isfinite(baselines)).nonzero().squeeze(1).tolist()
+        raise ValueError(f"baselines are not finite: sequences {bad[:20]}")
     outcome = row_sums(token_rewards, valid, cu_seqlens)
     finite = torch.isfinite(outcome)
     if components is not None:
@@ -224,6 +218,14 @@ def estimate_advantages(
     )
     advantages, returns = ADVANTAGES.get(name)(batch, **kwargs)
     return Advantages(advantages.to(dtype), returns.to(dtype), _group_metrics(batch, invalid), invalid)
+
+
+def _refuse_not_finite(valid: Tensor, inputs: dict[str, Tensor | None]) -> None:
+    """One NaN in a per-token input would spread over the whole batch by whitening, without a word."""
+    for name, x in inputs.items():
+        if x is not None and not bool(torch.isfinite(x[valid]).all()):
+            bad = (valid & ~torch.isfinite(x)).nonzero().squeeze(1).tolist()
+            raise ValueError(f"{name} is not finite at {len(bad)} policy tokens, the first at {bad[:20]}")
 
 
 def _group_metrics(b: Batch, invalid: Tensor) -> dict[str, float]:
@@ -286,9 +288,16 @@ def rloo(b: Batch, *, norm_by_loo_std: bool = False) -> tuple[Tensor, Tensor]:
     x = b.centred(b.outcome)
     a = x * b.size / (b.size - 1.0).clamp(min=1.0)
     if norm_by_loo_std:
-        squares = b.per_group(x.square())[b.group] - x.square() * b.size / (b.size - 1.0).clamp(min=1.0)
-        std = (squares.clamp(min=0.0) / (b.size - 2.0).clamp(min=1.0)).sqrt()
-        a = torch.where(b.others_equal(b.outcome), a, a / std.clamp(min=torch.finfo(std.dtype).tiny))
+        std, scale = torch.zeros_like(x), torch.zeros_like(x)
+        for g in range(b.groups):
+            rows = (b.usable & (b.group == g)).nonzero().squeeze(1)
+            if rows.numel() > 2:
+                # from the others themselves: a difference of sums of squares would cancel
+                others = x[rows].expand(rows.numel(), -1)[~torch.eye(rows.numel(), dtype=torch.bool, device=x.device)]
+                std[rows] = others.view(rows.numel(), -1).std(1)
+                scale[rows] = x[rows].abs().max()
+        # others that differ by no more than rounding are equal: their deviation is noise
+        a = torch.where(std > 1e-6 * scale, a / std.clamp(min=torch.finfo(std.dtype).tiny), a)
     tokens = b.to_tokens(a)
     return tokens, tokens
 

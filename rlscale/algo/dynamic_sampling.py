@@ -68,7 +68,7 @@ class DynamicSampling:
                     f"({self.asked} prompts): the task is too easy or too hard, or the scorer is constant"
                 )
             return 0
-        share = self.kept / self.asked
+        share = self.kept / self.asked if self.asked else 0.0
         return self.wanted if share == 0 else min(self.wanted, math.ceil(missing / share))
 
     def metrics(self) -> dict[str, float]:

@@ -48,6 +48,9 @@ def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor,
 
     All ``[t]``; NaN at masked positions changes nothing.
     """
+    for what, x in (("mask", mask), ("weights", weights)):
+        if x.shape != entropy.shape:
+            raise ValueError(f"{what} has shape {tuple(x.shape)}, entropy {tuple(entropy.shape)}")
     valid = mask > 0
     clean = torch.where(valid, entropy, entropy.new_zeros(()))
     weight = torch.where(valid, weights, weights.new_zeros(()))

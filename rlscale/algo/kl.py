@@ -104,6 +104,9 @@ def kl_loss(
 
     All ``[T]``. NaN at masked positions changes neither value nor gradient.
     """
+    for what, x in (("mask", mask), ("weights", weights), ("ref_logprob", ref_logprob)):
+        if x.shape != logprob.shape:
+            raise ValueError(f"{what} has shape {tuple(x.shape)}, logprob {tuple(logprob.shape)}")
     valid = mask > 0
     zero = logprob.new_zeros(())
     per_token = kl(name, torch.where(valid, logprob, zero), torch.where(valid, ref_logprob.to(logprob.dtype), zero))

@@ -140,6 +140,10 @@ def prepare(
     if name not in PREPARE.names():
         POLICY_LOSSES.get(name)
         return {}
+    check_shapes(
+        cu_seqlens,
+        per_token={"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "mask": mask},
+    )
     valid = mask > 0
     zero = logprobs.new_zeros(())
     logp, old, adv = (
@@ -288,11 +292,19 @@ def _means(x: Tokens) -> dict[str, float]:
 
 @PREPARE.register("kl_cov")
 def _prepare_kl_cov(x: Tokens, *, kl_cov_ratio: float = 2e-4) -> dict[str, float]:
-    """Means and the covariance from which on a token is chosen: the ``max(1, floor(N ratio))`` largest are."""
+    """Means and the covariance from which on a token is chosen: the ``max(1, floor(N ratio))`` largest are.
+
+    Of tokens that tie at the threshold, those with the lowest lottery numbers, up to ``tie``, are chosen.
+    """
     means = _means(x)
-    cov = _covariance(x, **means)[x.valid]
+    cov, numbers = _covariance(x, **means)[x.valid], _lottery(x, 0)[x.valid]
+    if not cov.numel():
+        return {**means, "threshold": math.inf, "tie": 0.0}
     chosen = max(1, int(cov.numel() * kl_cov_ratio))
-    return {**means, "threshold": float(cov.topk(chosen).values[-1]) if cov.numel() else math.inf}
+    threshold = cov.topk(chosen).values[-1]
+    tied = numbers[cov == threshold]
+    left = chosen - int((cov > threshold).sum())
+    return {**means, "threshold": float(threshold), "tie": float(tied.kthvalue(left).values)}
 
 
 @POLICY_LOSSES.register("kl_cov")
@@ -304,15 +316,18 @@ def kl_cov(
     mean_adv: float | None = None,
     mean_logp: float | None = None,
     threshold: float | None = None,
+    tie: float | None = None,
 ) -> LossAndFlags:
     """KL-Cov (Cui et al. 2025): no clipping; ``L = -A r``, and ``+ kl_coef |d|`` at the tokens of largest covariance.
 
-    ``mean_adv``, ``mean_logp``, ``threshold``: from `prepare`; without them the tokens given are the whole mini-batch.
+    ``mean_adv``, ``mean_logp``, ``threshold``, ``tie``: from `prepare`; without them the tokens given are the whole
+    mini-batch.
     """
-    if mean_adv is None or mean_logp is None or threshold is None:
+    if mean_adv is None or mean_logp is None or threshold is None or tie is None:
         given = _prepare_kl_cov(x, kl_cov_ratio=kl_cov_ratio)
-        mean_adv, mean_logp, threshold = given["mean_adv"], given["mean_logp"], given["threshold"]
-    chosen = (_covariance(x, mean_adv, mean_logp) >= threshold) & x.valid
+        mean_adv, mean_logp, threshold, tie = (given[k] for k in ("mean_adv", "mean_logp", "threshold", "tie"))
+    cov = _covariance(x, mean_adv, mean_logp)
+    chosen = ((cov > threshold) | ((cov == threshold) & (_lottery(x, 0) <= tie))) & x.valid
     distance = x.d.abs()
     loss = -x.adv * x.ratio
     return torch.where(chosen, loss + kl_coef * distance, loss), {

@@ -6,9 +6,13 @@ import ctypes
 import importlib
 import logging
 import os
+import sys
+import threading
+import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 # glibc's mallopt(3) parameters
@@ -91,7 +95,7 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0) -> Device:
     """Join the world that the launcher describes in RANK, WORLD_SIZE, LOCAL_RANK; alone without them.
 
     Raises:
-        ValueError: trainer.device asks for CUDA and there is none.
+        ValueError: trainer.device asks for CUDA and there is none, or the master's port is in use.
     """
     kind = detect(wanted)
     prepare_process(kind)
@@ -115,12 +119,20 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0) -> Device:
     # its shared-memory collective compiles for most of a minute and leaves a file a rank behind in /dev/shm for ever
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if kind == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
-            verbose=False,
-            auto_mpi_discovery=False,
-        )
+        try:
+            deepspeed.init_distributed(
+                dist_backend="nccl" if kind == "cuda" else "gloo",
+                timeout=timedelta(seconds=timeout_s),
+                verbose=False,
+                auto_mpi_discovery=False,
+            )
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise ValueError(
+                f"port {os.environ['MASTER_PORT']} of this machine is in use, by another run perhaps; choose one with "
+                "deepspeed --master_port N"
+            ) from error
     elif not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
     return Device(kind=kind, rank=rank, local_rank=local, world=world, local_world=local_world())
@@ -135,6 +147,39 @@ def quiet_libraries() -> None:
     logger.setLevel(logging.WARNING)
     bf16: Any = importlib.import_module("deepspeed.runtime.bf16_optimizer")
     bf16.see_memory_usage = lambda *_, **__: None  # prints at every construction, whatever the level
+
+
+def follow_launcher(interval_s: float = 1.0) -> None:
+    """End this process when DeepSpeed's runner is gone.
+
+    The runner starts a launcher, which starts the ranks. A SIGTERM (scheduler, ``timeout``) ends only the runner, and
+    the launcher with all its ranks would train on unseen.
+    """
+    launcher = os.getppid()
+    if "deepspeed.launcher.launch" not in _process(launcher, "cmdline"):
+        return
+    runner = _parent(launcher)
+
+    def watch() -> None:
+        while os.getppid() == launcher and _parent(launcher) == runner:
+            time.sleep(interval_s)
+        print("error: the launcher has ended; so does this rank", file=sys.stderr, flush=True)
+        os._exit(143)
+
+    threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
+
+
+def _process(pid: int, what: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _parent(pid: int) -> str:
+    """Parent of a process, as /proc shows it; empty when the process is gone."""
+    fields = _process(pid, "stat").rpartition(")")[2].split()
+    return fields[1] if fields else ""
 
 
 def local_world() -> int:

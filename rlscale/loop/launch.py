@@ -4,6 +4,7 @@ placed.
 
 from __future__ import annotations
 
+from rlscale.cluster.device import detect
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.config import ConfigError, load
 from rlscale.config.schema import Config, ParallelConfig
@@ -45,9 +46,27 @@ def configure(path: str, overrides: list[str], world: int) -> tuple[Config, Mode
                 f"model.path: the model attends to a window of {window} tokens, which is not supported where "
                 f"data.max_prompt_length + data.max_response_length = {longest} exceeds it"
             )
+        found += _cache_too_small(cfg, spec)
     if found:
         raise ConfigError(found)
     return cfg, spec
+
+
+def _cache_too_small(cfg: Config, spec: ModelSpec) -> list[str]:
+    """On a CPU, where the size of the key-value cache is configured, one response must fit in."""
+    if detect(cfg.trainer.device) != "cpu":
+        return []
+    width = 4 if (cfg.rollout.dtype or cfg.model.dtype) == "float32" else 2
+    token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * width / cfg.rollout.tensor_model_parallel_size
+    longest = -(-(cfg.data.max_prompt_length + cfg.data.max_response_length) // 32) * 32 + 32  # in vLLM's blocks
+    need = longest * token / 2**30
+    if cfg.rollout.kv_cache_memory_gb >= need:
+        return []
+    return [
+        f"rollout.kv_cache_memory_gb: {cfg.rollout.kv_cache_memory_gb:g} GiB do not hold one response of "
+        f"data.max_prompt_length + data.max_response_length tokens, which needs {need:.4f}; all rollout.max_num_seqs "
+        f"need {need * cfg.rollout.max_num_seqs:.2f}"
+    ]
 
 
 def describe(cfg: Config, spec: ModelSpec, world: int) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlscale.algo import kl as kl_estimators
+from rlscale.algo.entropy import entropy_sum
+from rlscale.algo.kl import kl_loss
 from rlscale.algo.policy_loss import policy_loss, prepare
 from rlscale.algo.value_loss import value_loss
 from rlscale.batch.types import PackedBatch
@@ -74,14 +75,17 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch) -> Any:
         )
         sums = {"pg_loss": loss, **sums, "tokens": micro.mask.sum()}
         if out.entropy is not None:
-            sums["entropy"] = masked_sum(out.entropy, micro.mask)
+            bonus, counts = entropy_sum(out.entropy, micro.mask, micro.weights)
+            sums["entropy"] = counts["entropy"]
             if cfg.entropy_coeff:
-                loss = loss - cfg.entropy_coeff * masked_sum(out.entropy, micro.weights)
+                loss = loss - cfg.entropy_coeff * bonus
         if micro.ref_logprobs is not None:
-            sums["ref_kl"] = masked_sum(kl_estimators.kl("k3", out.logprobs.detach(), micro.ref_logprobs), micro.mask)
+            plain = (out.logprobs.detach(), micro.ref_logprobs, micro.mask, micro.weights)
+            sums["ref_kl"] = kl_loss("k3", *plain)[1]["kl"]
             if cfg.use_kl_loss:
-                estimate = kl_estimators.kl(cfg.kl_loss_type, out.logprobs, micro.ref_logprobs)
-                sums["kl_loss"] = masked_sum(estimate, micro.weights)
+                sums["kl_loss"], _ = kl_loss(
+                    cfg.kl_loss_type, out.logprobs, micro.ref_logprobs, micro.mask, micro.weights
+                )
                 loss = loss + cfg.kl_loss_coef * sums["kl_loss"]
         return loss, sums
 

@@ -25,7 +25,8 @@ def check_scores(trajectories: list[Trajectory], step: int) -> None:
     """
     if trajectories and all(t.reward_failed for t in trajectories):
         raise RuntimeError(
-            f"step {step}: the scorer failed on all {len(trajectories)} responses; "
+            f"step {step}: the scorer (reward.scorer, or the data source's own) failed on all "
+            f"{len(trajectories)} responses (time-outs, reward.timeout_s, included); "
             f"first error: {trajectories[0].reward_error}"
         )
 

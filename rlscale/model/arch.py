@@ -126,7 +126,7 @@ class ModelSpec:
                 )
         if self.num_layers % pp:
             out.append(f"{key}.pipeline_model_parallel_size: {pp} does not divide the model's {self.num_layers} layers")
-        if self.heads % (tp * sp):
+        if sp > 1 and self.heads % (tp * sp):
             out.append(f"{key}.ulysses_sequence_parallel_size: TP x SP = {tp * sp} does not divide {self.heads} heads")
         return out
 

@@ -72,7 +72,10 @@ class EngineHost:
             reason = f"not ready after rollout.start_timeout_s = {limit:g} s" if late else self._reason(error)
             self.processes = [p for p in multiprocessing.active_children() if p not in before]
             self.close()
-            raise RuntimeError(f"rank {self.device.rank}: vLLM cannot start: {reason} (log: {self.log})") from error
+            raise RuntimeError(
+                f"rank {self.device.rank}: vLLM cannot start: {reason} (log: {self.log}; its settings are those of "
+                "rollout, rollout.engine_args among them)"
+            ) from error
         finally:
             watchdog.cancel()
 

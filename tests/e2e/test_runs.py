@@ -177,10 +177,15 @@ def test_ppo_with_a_critic_and_a_flawed_scorer(tmp_path: Path) -> None:
         assert all(row["reward"] == 0 for row in failed)
 
 
-def test_interrupt_leaves_nothing_behind(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
+def test_interrupt_leaves_nothing_behind(how: str, model: str, tmp_path: Path) -> None:
+    """Ctrl-C in a terminal reaches every process of the group; a scheduler's SIGTERM only the outermost one."""
     with Program(tmp_path / "run", small(model, trainer__total_training_steps=1000)) as program:
         program.wait_for_step(1, limit=120)
-        os.killpg(program.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
+        if how == "ctrl-c":
+            os.killpg(program.process.pid, signal.SIGINT)
+        else:
+            program.process.terminate()
         ended = program.wait(limit=30)
     assert ended.status != 0 and not ended.left
 
