@@ -34,11 +34,6 @@ ZERO_AT_ZERO_ADVANTAGE = {
 }
 
 
-def masked_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """Sum of x where weight is not 0; a NaN at a masked place cannot leak."""
-    return torch.where(weight != 0, x * weight, torch.zeros_like(x)).sum()
-
-
 def actor_loss(cfg: ActorConfig, mini: PackedBatch) -> Any:
     """Loss of the policy on micro-batches of ``mini``: policy loss - entropy_coeff * entropy + kl_loss_coef * KL."""
     args = dict(cfg.policy_loss_args)

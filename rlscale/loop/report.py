@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlscale.algo.value_loss import explained_variance
 from rlscale.batch.types import PackedBatch, Trajectory
 from rlscale.config.schema import Config
 from rlscale.loop.state import Run
@@ -129,15 +130,11 @@ def actor_metrics(records: list[dict[str, float]]) -> dict[str, float]:
 def critic_metrics(records: list[dict[str, float]], batch: PackedBatch) -> dict[str, float]:
     """The value loss, and how much of the variance of the returns the old values explain."""
     assert batch.values is not None and batch.returns is not None
-    own = batch.mask != 0
-    returns, values = batch.returns[own], batch.values[own]
-    variance = returns.var(correction=0)
-    explained = float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else 0.0
     return _known(
         {
             "critic/vf_loss": _mean(records, "vf_loss"),
             "critic/vf_clipfrac": _ratio(records, "vf_clipfrac", "tokens"),
-            "critic/vf_explained_var": explained,
+            "critic/vf_explained_var": explained_variance(batch.values, batch.returns, batch.mask),
             "critic/grad_norm": _mean(records, "grad_norm"),
             "critic/lr": records[-1]["lr"],
         }

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 
 from rlscale.algo.advantages import estimate_advantages
-from rlscale.algo.kl import kl
 from rlscale.algo.policy_loss import PREPARE
+from rlscale.algo.reward_shaping import kl_in_reward
+from rlscale.algo.value_loss import actor_trains
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.cluster.device import Device
 from rlscale.config.schema import Config
 from rlscale.loop import report
-from rlscale.loop.objectives import actor_loss, contributing_rows, critic_loss, masked_sum
+from rlscale.loop.objectives import actor_loss, contributing_rows, critic_loss
 from rlscale.loop.state import Run, build
 from rlscale.observe.timers import Timers
 from rlscale.rollout.sampling import Sampling
@@ -66,7 +67,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         if run.critic is not None:
             with timers("update_critic"):
                 metrics.update(update_critic(run, batch, step))
-        if step > cfg.trainer.critic_warmup:
+        if actor_trains(step, cfg.trainer.critic_warmup):
             with timers("update_actor"):
                 metrics.update(update_actor(run, batch, step))
             with timers("sync"):
@@ -128,11 +129,16 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     batch.token_rewards = rewards_at_last_token(batch)
     if algo.use_kl_in_reward:
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-        penalty = kl(algo.kl_penalty, batch.old_logprobs, batch.ref_logprobs)
-        penalty = torch.where(batch.mask != 0, penalty, torch.zeros_like(penalty))
         coef = run.kl_controller.coef
-        batch.token_rewards = batch.token_rewards - coef * penalty
-        mean_kl = float(masked_sum(penalty, loss_weights(batch.mask, batch.cu_seqlens, "seq-mean-token-mean")))
+        batch.token_rewards, mean_kl = kl_in_reward(
+            batch.token_rewards,
+            batch.old_logprobs,
+            batch.ref_logprobs,
+            batch.mask,
+            batch.cu_seqlens,
+            kind=algo.kl_penalty,
+            beta=coef,
+        )
         run.kl_controller.update(mean_kl, batch.num_samples)
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
     out = estimate_advantages(

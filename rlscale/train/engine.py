@@ -23,7 +23,7 @@ from rlscale.batch.microbatch import plan_micro_batches
 from rlscale.batch.types import PackedBatch
 from rlscale.cluster import megatron_cpu
 from rlscale.cluster.device import Device
-from rlscale.cluster.mesh import Mesh
+from rlscale.cluster.mesh import Mesh, ParallelDims
 from rlscale.config.schema import OptimConfig, ParallelConfig
 from rlscale.model.arch import ModelSpec, resolve_folder
 from rlscale.model.gpt import Stage, build_config
@@ -86,8 +86,6 @@ class Engine:
         total_steps: int = 1,
         seed: int = 0,
     ):
-        from rlscale.cluster.mesh import ParallelDims
-
         self.role, self.spec, self.parallel, self.optim, self.batching = role, spec, parallel, optim, batching
         self.device, self.dtype, self.total_steps = device, dtype, total_steps
         dims = ParallelDims.of(parallel, device.world)
@@ -220,13 +218,17 @@ class Engine:
         communicator = P2PCommunicator(self.mesh.pp_group, self.stage.config)
         return schedules.forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **common)
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank is the one of its replica whose outputs count: the others hold copies, or none."""
+        return self.mesh.is_last_stage and self.mesh.coords.tp == 0 and self.mesh.coords.sp == 0
+
     def _forward(self, batch: PackedBatch, outputs: int) -> Tensor:
         """[outputs, T] fp32, equal on every rank: each token comes from the one rank that computed it."""
         result = torch.zeros(outputs, batch.tokens.numel())
-        speaks = self.mesh.is_last_stage and self.mesh.coords.tp == 0 and self.mesh.coords.sp == 0
 
         def consume(row: ModelRow, out: Tensor, non_loss_data: bool = True) -> None:
-            if speaks:
+            if self._speaks:
                 result[:, token_index(batch, row.rows)] = out.float().cpu()
 
         self.stage.eval()
@@ -264,7 +266,6 @@ class Engine:
         assert self.engine is not None and self.optim is not None, f"{self.role} was built without an optimizer"
         rows = self._plan(batch)
         scale = self._loss_scale(len(rows))
-        speaks = self.mesh.is_last_stage and self.mesh.coords.tp == 0 and self.mesh.coords.sp == 0
         self.stage.with_entropy, self.stage.entropy_grad = entropy, entropy_grad
 
         def consume(row: ModelRow, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -287,7 +288,7 @@ class Engine:
         norm = float(self.engine.get_global_grad_norm() or 0.0)
         if not math.isfinite(norm):
             raise RuntimeError(f"{self.role}: the gradient norm of optimizer step {self.steps} is {norm}")
-        return {**self._sum(records if speaks else []), "grad_norm": norm, "lr": rate}
+        return {**self._sum(records if self._speaks else []), "grad_norm": norm, "lr": rate}
 
     def _loss_scale(self, micro_batches: int) -> int:
         """Undoes the means that Megatron takes over micro-batches and DeepSpeed over data-parallel ranks."""
