@@ -123,7 +123,9 @@ class ActorConfig:
     ppo_mini_batch_size: int = opt(8, "prompts an optimizer step, global", min=1)
     ppo_epochs: int = opt(1, "passes over each rollout batch", min=1)
     use_dynamic_bsz: bool = opt(True, "cut micro-batches by tokens instead of by sequences")
-    ppo_max_token_len_per_gpu: int = opt(4096, "tokens a micro-batch, per rank (use_dynamic_bsz)", min=1)
+    ppo_max_token_len_per_gpu: int = opt(
+        4096, "tokens a micro-batch, per rank; a row of Ulysses ranks holds as many on each (use_dynamic_bsz)", min=1
+    )
     ppo_micro_batch_size_per_gpu: int = opt(8, "sequences a micro-batch, per rank (without use_dynamic_bsz)", min=1)
     share_prompt_prefix: bool = opt(True, "compute the prompt of a group once for all its responses in a micro-batch")
     shuffle: bool = opt(True, "reshuffle prompts between epochs with trainer.seed")
@@ -156,7 +158,9 @@ class CriticConfig:
     ppo_mini_batch_size: int | None = opt(None, "prompts an optimizer step, global; null: the actor's", min=1)
     ppo_epochs: int | None = opt(None, "passes over each rollout batch; null: the actor's", min=1)
     use_dynamic_bsz: bool = opt(True, "cut micro-batches by tokens instead of by sequences")
-    ppo_max_token_len_per_gpu: int = opt(4096, "tokens a micro-batch, per rank (use_dynamic_bsz)", min=1)
+    ppo_max_token_len_per_gpu: int = opt(
+        4096, "tokens a micro-batch, per rank; a row of Ulysses ranks holds as many on each (use_dynamic_bsz)", min=1
+    )
     ppo_micro_batch_size_per_gpu: int = opt(8, "sequences a micro-batch, per rank (without use_dynamic_bsz)", min=1)
     cliprange_value: float = opt(0.5, "values are clipped this far from the old ones in the value loss", above=0)
     loss_agg_mode: str = opt(

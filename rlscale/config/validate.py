@@ -253,13 +253,15 @@ def _batches(role: str, a: ActorConfig | CriticConfig, c: Config) -> Iterator[Vi
             f"{_listed(bigger, batch)}",
         )
     longest = c.data.max_prompt_length + c.data.max_response_length
-    if a.use_dynamic_bsz and a.ppo_max_token_len_per_gpu < longest:
-        key = f"{role}.ppo_max_token_len_per_gpu"
+    shared = a.parallel.ulysses_sequence_parallel_size
+    if a.use_dynamic_bsz and a.ppo_max_token_len_per_gpu * shared < longest:
+        key, sp_key = f"{role}.ppo_max_token_len_per_gpu", f"{role}.parallel.ulysses_sequence_parallel_size"
+        ranks = f" on each of the {shared} ranks of {sp_key}" if shared > 1 else ""
         yield Violation(
-            (key, "data.max_prompt_length", "data.max_response_length"),
-            f"{key} {a.ppo_max_token_len_per_gpu} has "
+            (key, sp_key, "data.max_prompt_length", "data.max_response_length"),
+            f"{key} {a.ppo_max_token_len_per_gpu}{ranks} has "
             f"no room for the longest sample, max_prompt_length {c.data.max_prompt_length} + max_response_length "
-            f"{c.data.max_response_length} tokens; it must be at least {longest}",
+            f"{c.data.max_response_length} tokens; it must be at least {-(-longest // shared)}",
         )
 
 
@@ -271,16 +273,15 @@ def _layout(
     tp, pp, sp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.ulysses_sequence_parallel_size
     tp_key, pp_key = f"{key}.tensor_model_parallel_size", f"{key}.pipeline_model_parallel_size"
     sp_key, zero_key = f"{key}.ulysses_sequence_parallel_size", f"{key}.zero_stage"
-    if sp > 1:
+    if world is not None and world % (tp * pp * sp):
+        what, sizes, product = ("TP x PP", f"{tp} x {pp}", tp * pp)
+        if sp > 1:
+            what, sizes, product = (f"{what} x Ulysses", f"{sizes} x {sp}", product * sp)
         yield Violation(
-            (sp_key,), f"{sp_key} is {sp}: Ulysses sequence parallelism comes with the next release; it must be 1"
-        )
-    if world is not None and world % (tp * pp):
-        fits = _divisors(world)
-        yield Violation(
-            (tp_key, pp_key),
-            f"{key}: TP x PP = {tp} x {pp} = {tp * pp} does not divide the {world} processes of "
-            f"this run; TP x PP could be {_listed(fits, tp * pp)}, or start a multiple of {tp * pp} processes",
+            (tp_key, pp_key, sp_key),
+            f"{key}: {what} = {sizes} = {product} does not divide the {world} processes of "
+            f"this run; {what} could be {_listed(_divisors(world), product)}, or start a multiple of {product} "
+            "processes",
         )
     if p.sequence_parallel and tp == 1:
         yield Violation(
@@ -303,8 +304,8 @@ def _layout(
             "can be added; use zero_stage 1",
         )
     if spec is not None:
-        for message in spec.violations(key, tp, pp, 1):
-            yield Violation((tp_key, pp_key), message)
+        for message in spec.violations(key, tp, pp, sp):
+            yield Violation((tp_key, pp_key, sp_key), message)
 
 
 def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[Violation]:

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rlscale.model.packing import Block, ModelRow
+from rlscale.model.ulysses import gather_heads, scatter_heads
 
 DENSE_BLOCK_TOKENS = 1024  # blocks up to this length use the dense kernel (its score matrix is length^2 a head)
 
@@ -149,6 +150,7 @@ class PackedAttention(MegatronModule):
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any):
         super().__init__(config=config)
         self.scale = config.kv_channels**-0.5
+        self.sp_group = config.rlscale_sp_group  # None: this rank holds whole rows
 
     def forward(
         self,
@@ -160,14 +162,21 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
-        """query: [S, H, D]; key, value: [S, G, D] of this tensor-parallel rank. Returns [S, H * D]."""
+        """query: [s, H, D]; key, value: [s, G, D] of this tensor-parallel rank. Returns [s, H * D].
+
+        ``s`` is the length of the row, or this Ulysses rank's part of it.
+        """
         assert packed_seq_params is not None
         row, cos, sin = packed_seq_params.row, packed_seq_params.cos, packed_seq_params.sin
         assert row is not None and cos is not None and sin is not None
+        if self.sp_group is not None:
+            query, key, value = scatter_heads(query, key, value, self.sp_group)
         q, k = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         out = (
             self._varlen(q, k, value, row) if q.is_cuda and q.dtype != torch.float32 else self._blocks(q, k, value, row)
         )
+        if self.sp_group is not None:
+            out = gather_heads(out, self.sp_group)
         return out.reshape(out.shape[0], -1)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, row: ModelRow) -> Tensor:

@@ -17,7 +17,8 @@ from rlscale.cluster import megatron_cpu
 from rlscale.cluster.mesh import Mesh
 from rlscale.model.arch import ModelSpec
 from rlscale.model.head import vocab_parallel_logprob_entropy
-from rlscale.model.packing import ModelRow
+from rlscale.model.packing import ModelRow, RowPart
+from rlscale.model.ulysses import collect
 
 megatron_cpu.enable()  # before any Megatron module is imported
 
@@ -133,12 +134,19 @@ class Stage(nn.Module):
     def forward(self, row: ModelRow) -> Tensor:
         """Hidden states to the next stage, or on the last one [k, t] fp32: values (k = 1), log-probs (1), and entropy
         (2).
+
+        With Ulysses each rank of the group runs its part of the row; the last stage's output is that of the whole row
+        on all of them.
         """
         params = pack_params(row, self.inv_freq, self.spec.rope_scale, self.config.params_dtype)
+        part = row.part(self.mesh.coords.sp, self.mesh.dims.sp)
+        # the body has no position embedding (attention knows the positions), so it needs no position ids
         hidden = self.body(
-            input_ids=row.tokens[None], position_ids=row.positions[None], attention_mask=None, packed_seq_params=params
+            input_ids=part.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=params
         )
-        out = self._head(hidden, row) if self.mesh.is_last_stage else hidden
+        out = self._head(hidden, part) if self.mesh.is_last_stage else hidden
+        if self.mesh.is_last_stage and part.places is not None:
+            out = collect(out, part.places, row.targets.numel(), self.mesh.sp_group)
         if self.on_backward is not None and torch.is_grad_enabled() and out.requires_grad:
             out.register_hook(self._begin_backward)
         return out
@@ -147,7 +155,7 @@ class Stage(nn.Module):
         self.on_backward()
         return grad
 
-    def _head(self, hidden: Tensor, row: ModelRow) -> Tensor:
+    def _head(self, hidden: Tensor, row: RowPart) -> Tensor:
         if self.config.sequence_parallel:
             # behind it the gradient is complete on every rank (the vocabulary head sums its own), so it is only split
             hidden = gather_from_sequence_parallel_region(
@@ -218,6 +226,7 @@ def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_pa
         recompute_num_layers=1 if recompute else None,
     )
     config.rlscale_tp_group = mesh.tp_group
+    config.rlscale_sp_group = mesh.sp_group if mesh.dims.sp > 1 else None
     return config
 
 

@@ -47,6 +47,20 @@ class ModelRow:
     def length(self) -> int:
         return self.tokens.numel()
 
+    def part(self, rank: int, size: int) -> RowPart:
+        """What rank ``rank`` of ``size`` Ulysses ranks embeds and predicts: the rank-th of ``size`` equal parts.
+
+        ``size`` divides the length of the row.
+        """
+        if size == 1:
+            return RowPart(self.tokens, self.predictors, self.targets, None)
+        length = self.length // size
+        start = rank * length
+        places = ((self.predictors >= start) & (self.predictors < start + length)).nonzero().squeeze(1)
+        return RowPart(
+            self.tokens[start : start + length], self.predictors[places] - start, self.targets[places], places
+        )
+
     def to(self, device: torch.device) -> ModelRow:
         if self.tokens.device == device:
             return self
@@ -54,6 +68,16 @@ class ModelRow:
             k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "positions", "predictors", "targets")
         }
         return ModelRow(blocks=self.blocks, rows=self.rows, **moved)
+
+
+@dataclass
+class RowPart:
+    """One Ulysses rank's part of a row: ``s`` tokens that yield predictions for ``t'`` of the response tokens."""
+
+    tokens: Tensor  # [s] int64
+    predictors: Tensor  # [t'] int64: places in this part
+    targets: Tensor  # [t'] int64
+    places: Tensor | None  # [t'] int64: which of the row's t predictions these are; None: all, in order
 
 
 def build_row(batch: PackedBatch, rows: Tensor, *, share_prefix: bool, multiple: int = 1) -> ModelRow:

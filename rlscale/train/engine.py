@@ -38,7 +38,7 @@ from rlscale.train.schedule import learning_rate
 class Batching:
     """How an engine cuts a batch into micro-batches; sizes are per data-parallel rank."""
 
-    max_tokens: int | None = 4096  # model tokens a micro-batch; None: cut by max_sequences
+    max_tokens: int | None = 4096  # model tokens a micro-batch and Ulysses rank; None: cut by max_sequences
     max_sequences: int | None = None
     share_prefix: bool = True
     recompute: bool = False
@@ -179,15 +179,16 @@ class Engine:
     # ---- running micro-batches
 
     def _plan(self, batch: PackedBatch) -> list[ModelRow]:
+        dims, budget = self.mesh.dims, self.batching.max_tokens
         plans = plan_micro_batches(
             batch,
-            self.mesh.dims.dp,
-            max_tokens=self.batching.max_tokens,
+            dims.dp,
+            max_tokens=None if budget is None else budget * dims.sp,  # the row is divided over the Ulysses ranks
             max_sequences=self.batching.max_sequences,
             share_prefix=self.batching.share_prefix,
         )
         mine = plans[self.mesh.coords.dp] or [torch.zeros(0, dtype=torch.int64)]
-        multiple = self.mesh.dims.tp if self.parallel.sequence_parallel else 1
+        multiple = dims.sp * (dims.tp if self.parallel.sequence_parallel else 1)
         return [build_row(batch, rows, share_prefix=self.batching.share_prefix, multiple=multiple) for rows in mine]
 
     def _run(self, rows: list[ModelRow], consume: Callable[..., Any], forward_only: bool) -> list[Any]:
@@ -207,7 +208,7 @@ class Engine:
             data_iterator=iter(rows),
             model=self.stage,
             num_microbatches=len(rows),
-            seq_length=rows[0].length,
+            seq_length=rows[0].length // self.mesh.dims.sp,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -291,8 +292,12 @@ class Engine:
         return {**self._sum(records if self._speaks else []), "grad_norm": norm, "lr": rate}
 
     def _loss_scale(self, micro_batches: int) -> int:
-        """Undoes the means that Megatron takes over micro-batches and DeepSpeed over data-parallel ranks."""
-        return micro_batches * self.mesh.dims.dp
+        """Undoes the means that Megatron takes over micro-batches and DeepSpeed over ranks with equal parameters.
+
+        Those are the data-parallel ranks, whose gradients add up to that of the batch, and the Ulysses ranks, whose
+        gradients (of their tokens) add up to that of a row.
+        """
+        return micro_batches * self.mesh.dims.dp * self.mesh.dims.sp
 
     def _out(self, out: Tensor) -> ModelOut:
         if self.spec.value_head:

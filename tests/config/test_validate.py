@@ -114,7 +114,12 @@ CASES: list[tuple[str, Callable[[Config], None], list[str]]] = [  # name, what i
     ),
     ("world pp", layout("actor", **{TP: 2, PP: 2}), ["2 x 2 = 4", "6 processes"]),
     ("critic world", both(gae, layout("critic", **{PP: 4})), ["critic.parallel", "6 processes"]),
-    ("ulysses", layout("actor", **{SP: 2}), ["actor.parallel.ulysses_sequence_parallel_size is 2", "next release"]),
+    ("world ulysses", layout("actor", **{TP: 2, SP: 2}), ["TP x PP x Ulysses = 2 x 1 x 2 = 4", "6 processes"]),
+    (
+        "token budget over Ulysses ranks",
+        both(put("actor.ppo_max_token_len_per_gpu", 511), layout("actor", **{SP: 2})),
+        ["actor.ppo_max_token_len_per_gpu 511 on each of the 2 ranks", "at least 512"],
+    ),
     (
         "sequence parallel",
         layout("actor", sequence_parallel=True),

@@ -67,10 +67,11 @@ def ran(ended: Ended, steps: int = 2, names: list[str] = ACTOR + BATCH) -> Ended
     return ended
 
 
-def layout(tp: int = 1, pp: int = 1, sp: bool = False, zero: int = 1) -> dict[str, Any]:
+def layout(tp: int = 1, pp: int = 1, sp: bool = False, zero: int = 1, ulysses: int = 1) -> dict[str, Any]:
     return {
         "actor__parallel__tensor_model_parallel_size": tp,
         "actor__parallel__pipeline_model_parallel_size": pp,
+        "actor__parallel__ulysses_sequence_parallel_size": ulysses,
         "actor__parallel__sequence_parallel": sp,
         "actor__parallel__zero_stage": zero,
     }
@@ -139,9 +140,9 @@ def test_exported_policy_opens_in_transformers_and_differs_from_the_start(data_p
     [
         layout(pp=2),
         layout(tp=2, sp=True),
-        layout(zero=2),
+        layout(ulysses=2, zero=2),
     ],
-    ids=["pp2", "tp2-sp", "zero2"],
+    ids=["pp2", "tp2-sp", "ulysses2-zero2"],
 )
 def test_layout_changes_nothing(parallel: dict[str, Any], data_parallel: Ended, model: str, tmp_path: Path) -> None:
     other = ran(launch(tmp_path / "run", small(model, **parallel)))
