@@ -31,6 +31,7 @@ from rlscale.model.packing import ModelRow, build_row
 from rlscale.reshard.layout import Layout
 from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.safetensors_io import load_pieces
+from rlscale.train import zero
 from rlscale.train.schedule import learning_rate
 
 
@@ -112,12 +113,24 @@ class Engine:
         """Which rank holds which slice of which canonical tensor, in which of `tensors`."""
         return megatron_layout(self.spec, self.mesh.dims)
 
+    @cached_property
+    def partitions(self) -> Layout:
+        """Layout of what ZeRO partitions over the data-parallel ranks, with keys as `train.zero.states` has them.
+
+        Collective over the world when it is first asked for.
+        """
+        return zero.partition_layout(self, self.layout)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters by their keys in the layout of the whole parameters."""
+        out = dict(self.stage.body.named_parameters())
+        if hasattr(self.stage, "value_head"):
+            out["value_head.weight"] = self.stage.value_head.weight
+        return out
+
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters in the working dtype, by their keys in the layout."""
-        out = {name: p.data for name, p in self.stage.body.named_parameters()}
-        if hasattr(self.stage, "value_head"):
-            out["value_head.weight"] = self.stage.value_head.weight.data
-        return out
+        return {key: parameter.data for key, parameter in self.parameters().items()}
 
     def _load(self, path: str, seed: int) -> None:
         """Read this rank's slices of the folder; a value head that it lacks is drawn anew, small, from ``seed``."""
@@ -140,34 +153,7 @@ class Engine:
         if self.spec.tied and self.mesh.is_last_stage and not self.mesh.is_first_stage:
             # the second copy of a tied weight must not count twice in the gradient norm
             self.stage.body.output_layer.weight.ds_pipe_replicated = True
-        config: dict[str, Any] = {
-            # Megatron's schedule runs the micro-batches; engine.step() is the boundary
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "managed_gradient_accumulation": False,
-            "gradient_clipping": optim.grad_clip,
-            "steps_per_print": 10**9,
-            "zero_optimization": {
-                "stage": self.parallel.zero_stage,
-                "overlap_comm": False,
-                "reduce_bucket_size": 20_000_000,
-                "allgather_bucket_size": 20_000_000,
-            },
-            "optimizer": {
-                "type": "AdamW",
-                "params": {
-                    "lr": optim.lr,
-                    "betas": list(optim.betas),
-                    "eps": optim.eps,
-                    "weight_decay": optim.weight_decay,
-                    "torch_adam": True,
-                    "fused": True,
-                },
-            },
-        }
-        if self.dtype == torch.bfloat16:
-            config["bf16"] = {"enabled": True}
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config = zero.deepspeed_config(self.parallel.zero_stage, optim, self.dtype)
         engine, *_ = deepspeed.initialize(
             model=self.stage, model_parameters=list(self.stage.parameters()), mpu=self.mesh.mpu(), config=config
         )

@@ -1,0 +1,183 @@
+"""DeepSpeed ZeRO for the engine: its configuration, and access to the optimizer states it partitions.
+
+DeepSpeed keeps fp32 master weights and AdamW moments in flat buffers, another class for each stage and dtype. Here
+they are views under the keys of a layout over canonical tensors (`rlscale.reshard.zero`): a checkpoint written under
+one TP, PP, DP and ZeRO stage is read under another by the same plans that move weights.
+
+    for name, (layout, tensors) in states(engine).items():     # master, exp_avg, exp_avg_sq
+        execute_into(plan(saved, layout, dtype=torch.float32), sources, tensors)
+    set_optimizer_step(engine, step)
+    after_load(engine)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlscale.config.schema import OptimConfig
+from rlscale.reshard.layout import Layout
+from rlscale.reshard.zero import Fragment, zero_layout
+
+if TYPE_CHECKING:
+    from rlscale.train.engine import Engine
+
+STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+def deepspeed_config(stage: int, optim: OptimConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What `deepspeed.initialize` is told for ZeRO of this stage, AdamW, and weights of this dtype."""
+    config: dict[str, Any] = {
+        # Megatron's schedule runs the micro-batches; engine.step() is the boundary
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": optim.grad_clip,
+        "steps_per_print": 10**9,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": 20_000_000,
+            "allgather_bucket_size": 20_000_000,
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": optim.lr,
+                "betas": list(optim.betas),
+                "eps": optim.eps,
+                "weight_decay": optim.weight_decay,
+                "torch_adam": True,
+                "fused": True,
+            },
+        },
+    }
+    if dtype == torch.bfloat16:
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A fragment of a local parameter and where its master values lie: from ``offset`` in a flat fp32 buffer."""
+
+    fragment: Fragment
+    flat: Tensor
+    offset: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """[stop - start] the same elements of a buffer laid out as ``self.flat``."""
+        return flat.detach()[self.offset : self.offset + self.fragment.stop - self.fragment.start]
+
+
+def states(engine: Engine) -> dict[str, tuple[Layout, dict[str, Tensor]]]:
+    """Master weights and AdamW moments of a training engine: their common layout over the canonical tensors, and this
+    rank's fp32 tensors by its keys. Collective over the world.
+
+    ``master`` are the fp32 values that the optimizer updates (fp32 weights included), ``exp_avg`` and ``exp_avg_sq``
+    AdamW's moments, which are made (zero) if there was no step yet. The tensors are views of the live buffers: writing
+    into them sets the state; call `after_load` when all are written. They are valid until states move between devices.
+    Each element is held by one rank of a data-parallel group; slices that tensor-parallel ranks or the two ends of a
+    pipeline (tied embedding) hold alike are in the layout once for each. Vocabulary padding is in no slice, and zero.
+    """
+    layout = engine.partitions
+    out: dict[str, tuple[Layout, dict[str, Tensor]]] = {name: (layout, {}) for name in STATES}
+    for part in _parts(engine):
+        buffers = {"master": part.flat, **_adam_state(engine, part.flat)}
+        for name in STATES:
+            out[name][1].update(part.fragment.views(part.of(buffers[name])))
+    return out
+
+
+def partition_layout(engine: Engine, model: Layout) -> Layout:
+    """Layout of every rank's fragments; ``model`` is that of the whole parameters. Collective over the world."""
+    mine = [part.fragment for part in _parts(engine)]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return zero_layout(model, dict(enumerate(everyone)))
+
+
+def after_load(engine: Engine) -> None:
+    """Make the working weights of every rank follow the master weights. Collective over each data-parallel group."""
+    optimizer = _optimizer(engine)
+    if engine.parallel.zero_stage < 3:
+        optimizer.update_lp_params()
+        return
+    with torch.no_grad():
+        for working, master in zip(
+            optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+        ):
+            working.copy_(master)
+    if optimizer.persistent_parameters:  # small ones, which every rank keeps whole
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def optimizer_step(engine: Engine) -> int:
+    """Updates that AdamW's bias correction has counted on this rank."""
+    return max((int(_adam_state(engine, flat)["step"]) for flat in _flats(engine)), default=0)
+
+
+def set_optimizer_step(engine: Engine, step: int) -> None:
+    """Set the number of updates that AdamW's bias correction counts."""
+    for flat in _flats(engine):
+        _adam_state(engine, flat)["step"].fill_(step)
+
+
+def _optimizer(engine: Engine) -> Any:
+    assert engine.engine is not None, f"{engine.role} was built without an optimizer"
+    return engine.engine.optimizer
+
+
+def _flats(engine: Engine) -> list[Tensor]:
+    """The flat fp32 buffers that AdamW updates on this rank."""
+    optimizer = _optimizer(engine)
+    # ZeRO-3; ZeRO-1 with bf16 weights; ZeRO-1 and 2
+    for name in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    raise TypeError(f"{engine.role}: no partitions of {type(optimizer).__name__} are known")
+
+
+def _adam_state(engine: Engine, flat: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of a flat buffer, made as AdamW itself does in its first step if there is none yet."""
+    state = _optimizer(engine).optimizer.state[flat]
+    if "exp_avg" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
+        state["exp_avg"] = torch.zeros_like(flat, requires_grad=False)
+        state["exp_avg_sq"] = torch.zeros_like(flat, requires_grad=False)
+    return state
+
+
+def _parts(engine: Engine) -> Iterator[_Part]:
+    """The fragments that this rank holds of its parameters, in the order of the model."""
+    flats = _flats(engine)
+    if engine.parallel.zero_stage == 3:
+        yield from _stage3_parts(engine, flats)
+        return
+    for key, parameter in engine.parameters().items():
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:  # it lies in other ranks' partitions
+            continue
+        local = mapping.lp_fragment_address
+        fragment = Fragment(key, tuple(parameter.shape), local.start, local.start + local.numel)
+        yield _Part(fragment, flats[mapping.param_group_index], mapping.hp_fragment_address.start)
+
+
+def _stage3_parts(engine: Engine, flats: list[Tensor]) -> Iterator[_Part]:
+    """Every parameter is cut into equal parts over the data-parallel group, the last of them padded."""
+    keys = {id(parameter): key for key, parameter in engine.parameters().items()}
+    for flat, group in zip(flats, _optimizer(engine).fp16_groups, strict=True):
+        offset = 0
+        for parameter in group:
+            size = parameter.partition_numel()
+            start = dist.get_rank(parameter.ds_process_group) * size
+            stop = min(start + size, parameter.ds_numel)
+            if start < stop:
+                yield _Part(Fragment(keys[id(parameter)], tuple(parameter.ds_shape), start, stop), flat, offset)
+            offset += size

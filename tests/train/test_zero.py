@@ -1,0 +1,165 @@
+"""Master weights and AdamW moments as layouts: equal to one process, and loaded into other layouts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlscale.config.schema import OptimConfig, ParallelConfig
+from tests import worlds
+from tests.tiny import tiny_model
+from tests.train.reference import load_reference, random_batch, reference_logprobs
+from tests.train.test_engine import OPTIM, policy_gradient
+
+LAYOUTS = {  # world, and fields of the layout
+    "dp2-zero1": (2, dict(zero_stage=1)),
+    "dp2-zero2": (2, dict(zero_stage=2)),
+    "tp2": (2, dict(tensor_model_parallel_size=2)),
+    "pp2": (2, dict(pipeline_model_parallel_size=2)),
+}
+STEPS = 2
+
+
+def make_engine(folder: str, fields: dict[str, Any], dtype: torch.dtype) -> Any:
+    from rlscale.cluster.device import init_distributed
+    from rlscale.model.arch import ModelSpec
+    from rlscale.train.engine import Batching, Engine
+
+    return Engine(
+        "actor",
+        ModelSpec.from_hf(folder),
+        folder,
+        ParallelConfig(**fields),
+        OptimConfig(**OPTIM),
+        Batching(max_tokens=48),
+        init_distributed("cpu"),
+        dtype=dtype,
+    )
+
+
+def train_and_report(folder: str, fields: dict[str, Any], dtype: torch.dtype) -> tuple[int, dict[str, list[Any]], bool]:
+    """On every rank: two updates; AdamW's step, this rank's slices of states, whether weights are rounded masters."""
+    from rlscale.reshard.transport import region
+    from rlscale.train import zero
+
+    engine, batch = make_engine(folder, fields, dtype), random_batch()
+    for _ in range(STEPS):
+        engine.update(batch, policy_gradient)
+    shards: dict[str, list[Any]] = {}
+    for name, (layout, tensors) in zero.states(engine).items():
+        mine = layout.of_rank(engine.device.rank)
+        shards[name] = [(p.name, p.index, region(tensors[p.key], p).clone()) for p in mine]
+    rounded = all(
+        torch.equal(part.of(part.flat).to(dtype), engine.tensors()[f.key].flatten()[f.start : f.stop])
+        for part in zero._parts(engine)
+        for f in [part.fragment]
+    )
+    return zero.optimizer_step(engine), shards, rounded
+
+
+@functools.cache
+def reference(arch: str, tied: bool) -> tuple[str, list[dict[str, dict[str, Tensor]]], list[float]]:
+    """Model folder, states after each step of one process (by state and tensor), and the gradient norms."""
+    folder = tiny_model(arch, tied=tied, layers=2)
+    model, batch = load_reference(folder), random_batch()
+    optim = torch.optim.AdamW(model.parameters(), lr=OPTIM["lr"], eps=OPTIM["eps"], weight_decay=OPTIM["weight_decay"])
+    states, norms = [], []
+    for _ in range(STEPS + 1):
+        optim.zero_grad()
+        logp, _ = reference_logprobs(model, batch)
+        (-(logp * batch.advantages * batch.weights).sum()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM["grad_clip"])))
+        optim.step()
+        named = dict(model.named_parameters())
+        state: dict[str, dict[str, Tensor]] = {"master": {name: p.detach().clone() for name, p in named.items()}}
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = {name: optim.state[p][key].clone() for name, p in named.items()}
+        states.append(state)
+    return folder, states, norms
+
+
+def distance(mine: Tensor, expected: Tensor, scale: Tensor) -> float:
+    return float((mine - expected).abs().max() / scale.abs().max())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_states_equal_those_of_one_process(name: str) -> None:
+    world, fields = LAYOUTS[name]
+    folder, states, _ = reference("qwen2" if name == "tp2" else "qwen3", name != "dp2-zero2")
+    seen = {tensor: torch.zeros_like(value) for tensor, value in states[0]["master"].items()}
+    for step, shards, rounded in worlds.run(world, train_and_report, folder, fields, torch.float32):
+        assert step == STEPS and rounded
+        for state, slices in shards.items():
+            for tensor, index, mine in slices:
+                whole = states[STEPS - 1][state][tensor]
+                at = tuple(slice(lo, hi) for lo, hi in index)
+                assert distance(mine, whole[at], whole) < 1e-5, (state, tensor)
+                seen[tensor][at] = 1
+    assert all(value.all() for value in seen.values())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_states_of_bf16_weights_are_fp32_and_near(name: str) -> None:
+    world, fields = LAYOUTS[name]
+    folder, states, _ = reference("qwen2" if name == "tp2" else "qwen3", name != "dp2-zero2")
+    for step, shards, rounded in worlds.run(world, train_and_report, folder, fields, torch.bfloat16):
+        assert step == STEPS and rounded
+        for state, slices in shards.items():
+            for tensor, index, mine in slices:
+                assert mine.dtype == torch.float32
+                whole = states[STEPS - 1][state][tensor]
+                expected = whole[tuple(slice(lo, hi) for lo, hi in index)]
+                assert distance(mine, expected, whole) < (0.01 if state == "master" else 0.2), (state, tensor)
+
+
+def hand_over(folder: str, before: dict[str, Any], after: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Two updates under one layout, then its states in a fresh engine of another one, which makes the third."""
+    from rlscale.reshard import execute_into, plan
+    from rlscale.reshard.transport import region
+    from rlscale.train import zero
+
+    batch = random_batch()
+    old = make_engine(folder, before, dtype)
+    for _ in range(STEPS):
+        old.update(batch, policy_gradient)
+    new = make_engine(folder, after, dtype)
+    assert zero.optimizer_step(new) == 0
+    source, target = zero.states(old), zero.states(new)
+    for name, (layout, tensors) in target.items():
+        execute_into(plan(source[name][0], layout, dtype=torch.float32), source[name][1], tensors)
+    zero.set_optimizer_step(new, zero.optimizer_step(old))
+    zero.after_load(new)
+    same = torch.equal(new.logprobs(batch)[0], old.logprobs(batch)[0])
+    norms = [engine.update(batch, policy_gradient)["grad_norm"] for engine in (old, new)]
+    shards = {}
+    for name, (layout, tensors) in zero.states(new).items():
+        mine = layout.of_rank(new.device.rank)
+        shards[name] = [(p.name, p.index, region(tensors[p.key], p).clone()) for p in mine]
+    return {"same": same, "norms": norms, "shards": shards, "step": zero.optimizer_step(new)}
+
+
+HAND_OVERS = [("dp2-zero1", "tp2"), ("tp2", "pp2"), ("pp2", "dp2-zero2")]
+
+
+@pytest.mark.parametrize("before, after", HAND_OVERS)
+def test_the_next_update_under_another_layout_is_that_of_the_unbroken_run(before: str, after: str) -> None:
+    folder, states, norms = reference("qwen3", "dp2-zero2" not in (before, after))
+    for result in worlds.run(2, hand_over, folder, LAYOUTS[before][1], LAYOUTS[after][1], torch.float32):
+        assert result["step"] == STEPS + 1
+        assert result["norms"] == pytest.approx([norms[STEPS]] * 2, rel=1e-5)
+        for state, slices in result["shards"].items():
+            for tensor, index, mine in slices:
+                whole = states[STEPS][state][tensor]
+                assert distance(mine, whole[tuple(slice(lo, hi) for lo, hi in index)], whole) < 1e-5, (state, tensor)
+
+
+def test_bf16_weights_follow_loaded_masters_exactly() -> None:
+    """ZeRO-1 and ZeRO-2 have different optimizers for bf16 weights; over equal ranks they compute the same."""
+    folder, _, _ = reference("qwen3", True)
+    for result in worlds.run(2, hand_over, folder, dict(zero_stage=1), dict(zero_stage=2), torch.bfloat16):
+        assert result["same"]
+        assert result["norms"][0] == pytest.approx(result["norms"][1], rel=1e-3)
