@@ -1,0 +1,298 @@
+"""Tensors of a checkpoint: each rank's file holds slices of canonical tensors, and the files together are a layout.
+
+What is saved is a set of *states*, e.g. ``actor/exp_avg``: a `Layout` over canonical (Hugging Face) tensors and this
+rank's buffers. Of a slice that several ranks hold one writes it, or each a part. Read as a layout whose ranks are
+files, a checkpoint serves any other layout: a reader cuts the slices it wants against the slices that the files hold
+and maps just those bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlscale.checkpoint.store import Damaged, Entry, Record
+from rlscale.reshard.layout import Box, Layout, Piece, intersect, subtract, volume, whole
+from rlscale.reshard.safetensors_io import TYPE_NAMES
+from rlscale.reshard.transport import region
+
+LAYOUT = "layout.json"
+CHUNK = 8 * 2**20  # bytes written at a time
+SHARE_ELEMENTS = 2**16  # slices held by several ranks are divided among them from this size on
+DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+
+State = tuple[Layout, Mapping[str, Tensor]]  # who holds what, and this rank's buffers by the layout's keys
+
+
+def file_of(rank: int) -> str:
+    """Name of the tensors' file that a rank writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+# Writing ------------------------------------------------------------------------------------------
+
+
+def share_out(layout: Layout, load: dict[int, int] | None = None) -> list[Piece]:
+    """Disjoint pieces that cover every tensor once: what each rank writes of what it holds.
+
+    Larger slices come first, and each goes to the one of its holders with the fewest elements so far; one that is large
+    and has several holders is divided among them. A pure function: all ranks compute the same.
+
+    Args:
+        load: elements that each rank writes already; updated, so that several layouts even out together.
+    """
+    load = {} if load is None else load
+    out: list[Piece] = []
+    for box, holders in sorted(_disjoint(layout), key=lambda entry: -volume(entry[0])):
+        ranks = list({p.rank: p for p in reversed(holders)}.values())
+        parts = _divide(box, len(ranks)) if volume(box) >= SHARE_ELEMENTS else [box]
+        for part in parts:
+            writer = min(ranks, key=lambda p: (load.get(p.rank, 0), p.rank))
+            load[writer.rank] = load.get(writer.rank, 0) + volume(part)
+            out.append(writer.cut(part))
+    return out
+
+
+def _disjoint(layout: Layout) -> Iterator[tuple[Box, list[Piece]]]:
+    """The slices of every tensor with their holders, cut so that none overlaps another."""
+    for name, boxes in layout.boxes.items():
+        if sum(map(volume, boxes)) == volume(whole(layout.shapes[name])):  # a layout covers all, so none overlap
+            yield from boxes.items()
+            continue
+        taken: list[Box] = []
+        for box, holders in boxes.items():
+            for part in subtract([box], taken):
+                yield part, holders
+            taken.append(box)
+
+
+def _divide(box: Box, parts: int) -> list[Box]:
+    """Cut along the first dimension into nearly equal parts, at most one a row."""
+    (start, stop), rest = box[0], box[1:]
+    parts = min(parts, stop - start)
+    edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
+    return [((lo, hi), *rest) for lo, hi in zip(edges, edges[1:], strict=False)]
+
+
+@dataclass
+class Own:
+    """What this rank writes: tensors by their names in its file, and the whole layout for `LAYOUT` (on every rank)."""
+
+    tensors: dict[str, Tensor]
+    layout: dict[str, Any]
+
+
+def collect(states: Mapping[str, State], rank: int) -> Own:
+    """This rank's share of the states. No copies: the tensors are views of the live buffers."""
+    load: dict[int, int] = {}
+    tensors: dict[str, Tensor] = {}
+    described: dict[str, Any] = {}
+    shared: dict[int, list[Piece]] = {}  # states of one model have one layout
+    for state, (layout, buffers) in sorted(states.items()):
+        if id(layout) not in shared:
+            shared[id(layout)] = share_out(layout, load)
+        pieces = shared[id(layout)]
+        described[state] = {
+            "shapes": layout.shapes,
+            "slices": [[piece.name, piece.rank, piece.index] for piece in pieces],
+        }
+        for piece in pieces:
+            if piece.rank == rank:
+                tensors[_key(state, piece.name, piece.index)] = region(buffers[piece.key], piece)
+    return Own(tensors, described)
+
+
+def _key(state: str, name: str, index: Box) -> str:
+    return f"{state}/{name}[{','.join(f'{lo}:{hi}' for lo, hi in index)}]"
+
+
+def snapshot(tensors: Mapping[str, Tensor], memory: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+    """Copies of the tensors in one block of host memory, and that block for the next time (uint8, pinned for CUDA)."""
+    places, size = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = size
+        size += -(-tensor.numel() * tensor.element_size() // 64) * 64
+    if memory is None or memory.numel() < size:
+        on_device = any(tensor.is_cuda for tensor in tensors.values())
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
+    copies = {}
+    for name, tensor in tensors.items():
+        block = memory[places[name] : places[name] + tensor.numel() * tensor.element_size()]
+        copies[name] = block.view(tensor.dtype).view(tensor.shape)
+        copies[name].copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return copies, memory
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
+    """Write a safetensors file and flush it to the disk; at most two chunks are held besides the tensors."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        stop = at + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}  # type: ignore[dict-item]
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)
+    with _Output(path) as output:
+        output.write(memoryview(len(text).to_bytes(8, "little") + text))
+        for tensor in tensors.values():
+            for part in _chunks(tensor):
+                output.write(part)
+    return Entry(output.size, output.crc32)
+
+
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order; what is not contiguous or not on the host is copied piece by piece."""
+    if tensor.is_contiguous() and not tensor.is_cuda:
+        yield _bytes(tensor)
+        return
+    row = max(1, tensor[0].numel() * tensor.element_size())
+    step = max(1, CHUNK // row)
+    for lo in range(0, tensor.shape[0], step):
+        yield _bytes(tensor[lo : lo + step].cpu().contiguous())
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class _Output:
+    """A file written in chunks while a second thread computes the checksum of what has been written."""
+
+    def __init__(self, path: Path):
+        self.path, self.size, self.crc32 = path, 0, 0
+        self.small = bytearray()
+        self.pending: Future[int] | None = None
+
+    def __enter__(self) -> _Output:
+        self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.pool = ThreadPoolExecutor(1, "checksum")
+        return self
+
+    def write(self, data: memoryview) -> None:
+        if len(data) < CHUNK // 8:
+            self.small += data
+            if len(self.small) < CHUNK:
+                return
+            data = memoryview(b"")
+        self._flush()
+        for start in range(0, len(data), CHUNK):
+            self._put(data[start : start + CHUNK])
+
+    def _flush(self) -> None:
+        if self.small:
+            data, self.small = self.small, bytearray()
+            self._put(memoryview(data))
+
+    def _put(self, data: memoryview) -> None:
+        if self.pending is not None:
+            self.crc32 = self.pending.result()
+        self.pending = self.pool.submit(zlib.crc32, data, self.crc32)
+        self.size += len(data)
+        while data:
+            data = data[os.write(self.file, data) :]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                os.fsync(self.file)
+                self.crc32 = self.pending.result() if self.pending else 0
+        finally:
+            self.pool.shutdown()
+            os.close(self.file)
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shards:
+    """The tensors of a checkpoint. Files are opened when something of them is asked for, and then stay mapped.
+
+    Raises:
+        Damaged: from every method, where a file does not hold what the layout says.
+    """
+
+    record: Record
+    opened: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.described: dict[str, Any] = self.record.json(LAYOUT)
+        self._layouts: dict[str, Layout] = {}
+
+    @property
+    def states(self) -> set[str]:
+        """Names of all that was saved."""
+        return set(self.described)
+
+    def layout(self, state: str) -> Layout:
+        """The slices of a state; ranks are files, keys are the names of tensors in them."""
+        if state not in self._layouts:
+            described = self.described[state]
+            pieces = []
+            for name, rank, index in described["slices"]:
+                box = tuple((lo, hi) for lo, hi in index)
+                pieces.append(Piece(name, rank, box, _key(state, name, box), tuple((0, hi - lo) for lo, hi in box)))
+            self._layouts[state] = Layout(described["shapes"], pieces)
+        return self._layouts[state]
+
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        """All tensors of one file, mapped and not read; writing into them changes memory only."""
+        if rank not in self.opened:
+            self.opened[rank] = _mapped(self.record.path / file_of(rank))
+        return self.opened[rank]
+
+    def read(self, state: str, wanted: Iterable[Piece], into: Mapping[str, Tensor]) -> int:
+        """Fill the wanted pieces of local buffers, converting to their dtypes; returns the bytes that were read.
+
+        Raises:
+            ValueError: a tensor that was not saved.
+        """
+        source, read = self.layout(state), 0
+        for piece in wanted:
+            if piece.name not in source.shapes:
+                raise ValueError(f"{self.record.path}: {state} of tensor {piece.name} is not in this checkpoint")
+            for box, [held, *_] in source.boxes[piece.name].items():
+                common = intersect(box, piece.index)
+                if common is not None:
+                    values = region(self._tensor(held), held.cut(common))
+                    region(into[piece.key], piece.cut(common)).copy_(values)
+                    read += values.numel() * values.element_size()
+        return read
+
+    def _tensor(self, piece: Piece) -> Tensor:
+        tensor = self.tensors(piece.rank).get(piece.key)
+        if tensor is None or tuple(tensor.shape) != piece.shape:
+            raise Damaged(f"{self.record.path / file_of(piece.rank)}: lacks {piece.key} of shape {list(piece.shape)}")
+        return tensor
+
+
+def _mapped(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file as views of its mapping."""
+    try:
+        with open(path, "rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        start = 8 + int.from_bytes(mapping[:8], "little")
+        header = json.loads(mapping[8:start])
+        header.pop("__metadata__", None)
+        out = {}
+        for name, entry in header.items():
+            dtype, shape, (lo, hi) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            count = (hi - lo) // dtype.itemsize
+            flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + lo) if count else torch.empty(0)
+            out[name] = flat.view(shape)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise Damaged(f"{path}: cannot be read as safetensors ({error})") from error
+    return out

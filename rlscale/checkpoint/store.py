@@ -1,0 +1,270 @@
+"""The folder of a run's checkpoints: what is there, what of it is whole, what may go. Files only, one process.
+
+    checkpoints/
+      step_000020/            a checkpoint
+        manifest.json         its marker, written last: size and checksum of every other file, and of itself
+        run.json, layout.json, rank_00000.json, rank_00000.safetensors, ...
+      step_000040.partial/    being written, or left by a run that was killed
+      step_000030.damaged/    what a run that wanted to resume found damaged
+      step_000010.deleted/    being deleted
+
+A checkpoint is written beside the others, flushed to the disk and made current by one rename, so that whoever is killed
+at whatever moment leaves the previous ones untouched. Only then may older ones go, chosen by what is on the disk and
+not by what a process remembers. Checksums are CRC-32: they find every flipped byte, and cost a quarter of a second a
+gigabyte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FORMAT = 1  # of the files of a checkpoint; another number is refused
+PARTIAL, DAMAGED, DELETED = ".partial", ".damaged", ".deleted"
+CHUNK = 8 * 2**20  # bytes read at a time
+
+
+class Damaged(ValueError):
+    """A checkpoint that is not what was written; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the manifest says of a file."""
+
+    size: int
+    crc32: int
+
+
+@dataclass
+class Record:
+    """A complete checkpoint: its files, and what was noted when it was made current."""
+
+    path: Path
+    step: int
+    files: dict[str, Entry]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def json(self, name: str) -> Any:
+        """The content of one of its JSON files."""
+        return json.loads((self.path / name).read_bytes())
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Read files (default: all) and compare their checksums.
+
+        Raises:
+            Damaged: names the first file that differs.
+        """
+        for name in self.files if names is None else names:
+            try:
+                found = checksum(self.path / name)
+            except OSError as error:
+                raise Damaged(f"{self.path / name} cannot be read: {error.strerror or error}") from error
+            if found != self.files[name].crc32:
+                raise Damaged(f"{self.path / name}: its content has changed since it was written (checksum)")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the last ``keep_last`` (None: all), every one whose step is a multiple of ``keep_every``
+    (0: none for that reason), and, where ``keep_best`` names a metric, the one with its highest value, or with the
+    lowest where the name begins with ``-``."""
+
+    keep_last: int | None = None
+    keep_every: int = 0
+    keep_best: str | None = None
+
+    def best(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
+        """The step whose metrics are the best, the latest of equals; None without ``keep_best`` or its metric."""
+        if self.keep_best is None:
+            return None
+        name, sign = self.keep_best.removeprefix("-"), -1 if self.keep_best.startswith("-") else 1
+        found = [(sign * values[name], step) for step, values in metrics.items() if name in values]
+        return max(found)[1] if found else None
+
+    def superseded(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The steps that may go, of those for which metrics are given."""
+        if self.keep_last is None:
+            return []
+        steps = sorted(metrics)
+        kept = {*steps[-self.keep_last :], self.best(metrics)}
+        if self.keep_every:
+            kept |= {step for step in steps if step % self.keep_every == 0}
+        return [step for step in steps if step not in kept]
+
+
+class Store:
+    """The checkpoints below ``root``; the folder is made when the first one is written."""
+
+    def __init__(self, root: str | os.PathLike[str]):
+        self.root = Path(root)
+
+    def path(self, step: int) -> Path:
+        return self.root / f"step_{step:06d}"
+
+    def partial(self, step: int) -> Path:
+        """Where a checkpoint is while it is being written."""
+        return self.root / (self.path(step).name + PARTIAL)
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, whole or not, ascending."""
+        names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
+        return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d+)", name)))
+
+    # ---- writing
+
+    def begin(self, step: int) -> Path:
+        """`partial`, empty, to be filled and then made current by `publish`, or given up by `discard`."""
+        partial = self.partial(step)
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        return partial
+
+    def publish(self, step: int, files: Mapping[str, Entry], notes: Mapping[str, Any]) -> Record:
+        """Write the marker and make the folder current. All files must have been flushed.
+
+        A checkpoint of the same step that is there already is replaced.
+        """
+        content = {"format": FORMAT, "step": step, "files": {n: asdict(e) for n, e in sorted(files.items())}}
+        content["notes"] = dict(notes)
+        partial = self.partial(step)
+        write_json(partial / MANIFEST, content | {"crc32": _digest(content)})
+        flush_folder(partial)
+        final = self.path(step)
+        if final.exists():
+            _remove(final)
+        partial.rename(final)
+        flush_folder(self.root)
+        return Record(final, step, dict(files), dict(notes))
+
+    def discard(self, step: int) -> None:
+        """Remove an unfinished checkpoint."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    # ---- reading
+
+    def open(self, step: int) -> Record:
+        """The checkpoint of a step, its marker read and the sizes of its files compared.
+
+        Raises:
+            Damaged: see `read_record`.
+        """
+        return read_record(self.path(step))
+
+    def complete(self) -> tuple[list[Record], list[str]]:
+        """All checkpoints whose marker and file sizes are right, ascending; and what is wrong with the others."""
+        whole, problems = [], []
+        for step in self.steps():
+            try:
+                whole.append(self.open(step))
+            except Damaged as error:
+                problems.append(str(error))
+        return whole, problems
+
+    # ---- tidying
+
+    def clean(self) -> list[str]:
+        """Remove what killed runs left: unfinished checkpoints and half-done deletions. Returns their names."""
+        stale = [
+            path for path in (self.root.iterdir() if self.root.is_dir() else ())
+            if re.fullmatch(rf"step_\d+({re.escape(PARTIAL)}|{re.escape(DELETED)})", path.name)
+        ]  # fmt: skip
+        for path in stale:
+            shutil.rmtree(path)
+        return sorted(path.name for path in stale)
+
+    def set_aside(self, step: int) -> Path:
+        """Take a damaged checkpoint out of the way, so that it neither counts nor is looked at again."""
+        path = self.path(step)
+        target = path.with_name(path.name + DAMAGED)
+        if target.exists():
+            shutil.rmtree(target)
+        path.rename(target)
+        return target
+
+    def prune(self, retention: Retention) -> list[int]:
+        """Delete what the retention lets go, of the complete checkpoints; returns their steps."""
+        whole, _ = self.complete()
+        gone = retention.superseded({record.step: record.notes.get("metrics", {}) for record in whole})
+        for step in gone:
+            _remove(self.path(step))
+        return gone
+
+
+def read_record(path: Path) -> Record:
+    """The checkpoint in a folder of any name.
+
+    Raises:
+        Damaged: no marker, a marker that is not what was written, a file that is missing or has another size.
+    """
+    try:
+        content = json.loads((path / MANIFEST).read_bytes())
+        crc = content.pop("crc32")
+        known = content["format"]
+    except FileNotFoundError:
+        raise Damaged(f"{path}: has no {MANIFEST}, so it is no complete checkpoint") from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Damaged(f"{path / MANIFEST}: cannot be read as a manifest ({error})") from error
+    if crc != _digest(content):
+        raise Damaged(f"{path / MANIFEST}: its content has changed since it was written (checksum)")
+    if known != FORMAT:
+        raise Damaged(f"{path / MANIFEST}: format {known} is of another version of rlscale, which reads {FORMAT}")
+    files = {name: Entry(**entry) for name, entry in content["files"].items()}
+    for name, entry in files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError:
+            raise Damaged(f"{path / name}: the file is missing") from None
+        if size != entry.size:
+            raise Damaged(f"{path / name}: has {size} bytes, {entry.size} were written")
+    return Record(path, int(content["step"]), files, content["notes"])
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def write_json(path: Path, value: Any) -> Entry:
+    """Write a value as JSON and flush it to the disk."""
+    data = json.dumps(value, separators=(",", ":")).encode()
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Entry(len(data), zlib.crc32(data))
+
+
+def flush_folder(path: Path) -> None:
+    """Make renames and new names in a folder last over a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint so that it is at no time half there under its own name."""
+    target = path.with_name(path.name + DELETED)
+    if target.exists():
+        shutil.rmtree(target)
+    path.rename(target)
+    shutil.rmtree(target)
