@@ -113,7 +113,13 @@ class OptimConfig:
     grad_clip: float = opt(1.0, "global gradient norm above which gradients are scaled down; 0: no clipping", min=0)
     lr_scheduler: str = opt("constant", "learning rate after the warm-up", choices=("constant", "cosine", "linear"))
     lr_warmup_steps: int = opt(0, "optimizer steps of linear warm-up", min=0)
+    lr_warmup_steps_ratio: float = opt(
+        0.0, "the same as a share of the run's optimizer steps; one of the two", min=0, below=1
+    )
     min_lr_ratio: float = opt(0.0, "final learning rate as a share of lr (cosine, linear)", min=0, max=1)
+    max_skipped_steps: int = opt(
+        3, "optimizer steps skipped in a row, because loss or gradient was not finite, that end the run", min=1
+    )
 
 
 @dataclass

@@ -382,6 +382,12 @@ def _algorithm(c: Config) -> Iterator[Violation]:
             yield Violation(
                 (f"{role}.optim.betas",), f"{role}.optim.betas must be two numbers from 0 to below 1, not {optim.betas}"
             )
+        if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
+            yield Violation(
+                (f"{role}.optim.lr_warmup_steps", f"{role}.optim.lr_warmup_steps_ratio"),
+                f"{role}.optim.lr_warmup_steps is {optim.lr_warmup_steps} and {role}.optim.lr_warmup_steps_ratio "
+                f"{optim.lr_warmup_steps_ratio:g}: both say how long the warm-up is; set one of them to 0",
+            )
 
 
 def _scorer(c: Config) -> Iterator[Violation]:

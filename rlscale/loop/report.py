@@ -124,7 +124,12 @@ def actor_metrics(records: list[dict[str, float]]) -> dict[str, float]:
         for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "ref_kl")
     }
     out |= {f"actor/{name}": _mean(records, name) for name in ("pg_loss", "kl_loss", "grad_norm")}
-    return _known(out | {"actor/lr": records[-1]["lr"]})
+    return _known(out | {"actor/lr": records[-1]["lr"], "actor/skipped_steps": _skipped(records)})
+
+
+def _skipped(records: list[dict[str, float]]) -> float:
+    """Optimizer steps of this step that were left out because loss or gradient was not finite."""
+    return sum(r.get("skipped", 0.0) for r in records)
 
 
 def critic_metrics(records: list[dict[str, float]], batch: PackedBatch) -> dict[str, float]:
@@ -137,6 +142,7 @@ def critic_metrics(records: list[dict[str, float]], batch: PackedBatch) -> dict[
             "critic/vf_explained_var": explained_variance(batch.values, batch.returns, batch.mask),
             "critic/grad_norm": _mean(records, "grad_norm"),
             "critic/lr": records[-1]["lr"],
+            "critic/skipped_steps": _skipped(records),
         }
     )
 

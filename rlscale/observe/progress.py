@@ -17,7 +17,11 @@ SHOWN = (
     ("length", "response_length/mean", ".1f"),
     ("tokens/s", "perf/throughput", ".0f"),
     ("s/step", "timing_s/step", ".1f"),
+    ("SKIPPED", "actor/skipped_steps", ".0f"),
+    ("SKIPPED by the critic", "critic/skipped_steps", ".0f"),
 )
+#: shown only where they are not zero
+RARE = ("actor/skipped_steps", "critic/skipped_steps")
 #: what stands in for the KL to the reference in a run that doesn't compute it in the update
 KL_FALLBACKS = ("actor/reward_kl_penalty", "actor/ppo_kl")
 
@@ -125,7 +129,7 @@ def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     for label, name, form in SHOWN:
         names = (name, *KL_FALLBACKS) if label == "kl" else (name,)
         value = next((metrics[n] for n in names if n in metrics), None)
-        if value is not None:
+        if value is not None and not (name in RARE and value == 0):
             out.append((label, format(value, form)))
     return out
 

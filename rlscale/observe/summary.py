@@ -24,7 +24,8 @@ def summarize(run_dir: str | os.PathLike[str], seconds: float | None = None) -> 
 
     Returns:
         ``steps``, ``samples``, ``tokens`` (prompts and responses), ``seconds``, ``step_seconds`` (sum over the steps),
-        ``tokens_per_second`` (in the steps), ``reward_first``/``reward_last`` (means over up to 5 steps at either end)
+        ``tokens_per_second`` (in the steps), ``skipped_steps`` (optimizer steps of actor and critic left out because
+        loss or gradient was not finite), ``reward_first``/``reward_last`` (means over up to 5 steps at either end)
         and ``accuracy``: for each held-out source and measure ``{"before": ..., "after": ...}``, before being null if
         the run did not validate before training.
 
@@ -43,6 +44,7 @@ def summarize(run_dir: str | os.PathLike[str], seconds: float | None = None) -> 
         "seconds": seconds,
         "step_seconds": step_seconds,
         "tokens_per_second": tokens / step_seconds if step_seconds else None,
+        "skipped_steps": int(sum(r.get(f"{who}/skipped_steps", 0) for r in training for who in ("actor", "critic"))),
         "reward_first": _mean(rewards[:ENDS]),
         "reward_last": _mean(rewards[-ENDS:]),
         "accuracy": accuracy(records),
@@ -82,5 +84,7 @@ def print_summary(summary: dict[str, Any], write: Callable[[str], Any] = print) 
     write(f"  training reward: {first} in the first steps, {last} in the last")
     rate = number(summary["tokens_per_second"], ".0f")
     write(f"  {summary['steps']} steps, {summary['samples']} samples, {summary['tokens']} tokens ({rate} tokens/s)")
+    if summary["skipped_steps"]:
+        write(f"  optimizer steps skipped (loss or gradient not finite): {summary['skipped_steps']}")
     total = "" if summary["seconds"] is None else f" of {duration(summary['seconds'])} in all"
     write(f"  time: {duration(summary['step_seconds'])} in steps{total}")

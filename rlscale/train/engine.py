@@ -9,7 +9,6 @@ data-parallel ranks) take.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -94,7 +93,8 @@ class Engine:
         if problems:
             raise ValueError("; ".join(problems))
         self.mesh = Mesh.get(dims)
-        self.steps = 0
+        self.steps = 0  # optimizer steps taken
+        self.skipped_in_a_row = 0
         config = build_config(
             spec, self.mesh, dtype=dtype, sequence_parallel=parallel.sequence_parallel, recompute=batching.recompute
         )
@@ -245,10 +245,11 @@ class Engine:
 
         ``loss_fn(out, micro_batch)`` returns the micro-batch's share of the loss (a sum weighted by ``batch.weights``,
         so that shares add up) and sums to be logged. Returns those sums over the whole mini-batch, ``grad_norm``
-        (before clipping) and ``lr``.
+        (before clipping) and ``lr``. Where the loss or the gradient norm is not finite, on whichever rank, every rank
+        leaves weights and optimizer state as they are, and only ``skipped`` (1) and ``lr`` are returned.
 
         Raises:
-            RuntimeError: the gradient norm is not finite.
+            RuntimeError: on every rank, when ``optim.max_skipped_steps`` steps in a row have been skipped.
         """
         assert self.engine is not None and self.optim is not None, f"{self.role} was built without an optimizer"
         rows = self._plan(batch)
@@ -262,7 +263,8 @@ class Engine:
             if row.rows.numel() == 0:
                 # the graph must still reach every parameter, so that collectives in the backward match over ranks
                 loss = out.sum() * 0 + sum(p.sum() * 0 for p in self._head_parameters())
-            return loss * scale, {"loss": loss.detach().clone(), **logged}
+            # a loss that is not finite must make the gradient so, which is what all ranks are asked about in the step
+            return loss * (scale + 0 * loss.detach()), {"loss": loss.detach().clone(), **logged}
 
         self.stage.train()
         rate = learning_rate(self.optim, self.steps, self.total_steps)
@@ -271,11 +273,25 @@ class Engine:
         records = self._run(rows, consume, forward_only=False)
         self._reduce_tied()
         self.engine.step()
+        sums = self._sum(records if self._speaks else [])
+        if self.engine.optimizer.overflow:
+            self._count_skipped(sums["loss"])
+            return {"skipped": 1.0, "lr": rate}
         self.steps += 1
-        norm = float(self.engine.get_global_grad_norm() or 0.0)
-        if not math.isfinite(norm):
-            raise RuntimeError(f"{self.role}: the gradient norm of optimizer step {self.steps} is {norm}")
-        return {**self._sum(records if self._speaks else []), "grad_norm": norm, "lr": rate}
+        self.skipped_in_a_row = 0
+        return {**sums, "grad_norm": float(self.engine.get_global_grad_norm() or 0.0), "lr": rate}
+
+    def _count_skipped(self, loss: float) -> None:
+        """DeepSpeed found the global gradient norm not finite and has changed nothing but dropped the gradients."""
+        assert self.optim is not None
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self.optim.max_skipped_steps:
+            raise RuntimeError(
+                f"{self.role}: {self.skipped_in_a_row} optimizer step(s) in a row were skipped because the loss or the "
+                f"gradient norm was not finite (last loss {loss:g}, after {self.steps} good steps), the limit that "
+                f"{self.role}.optim.max_skipped_steps sets; a smaller learning rate or grad_clip may help, and NaN in "
+                "rewards or log-probs shows in rollouts/"
+            )
 
     def _loss_scale(self, micro_batches: int) -> int:
         """Undoes the means that Megatron takes over micro-batches and DeepSpeed over ranks with equal parameters.

@@ -15,7 +15,7 @@ import pytest
 
 from rlscale.observe import Progress, Timers, draw, print_summary, summarize
 from rlscale.observe.plots import PANELS
-from rlscale.observe.progress import duration
+from rlscale.observe.progress import duration, shown
 from rlscale.observe.writers import METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +210,18 @@ def test_summary(tmp_path: Path) -> None:
     assert "held-out addition/mean@1: 0.500 before, 0.750 after" in text
     assert "0.200 in the first steps, 0.900 in the last" in text
     assert "10 steps, 40 samples, 1000 tokens (50 tokens/s)" in text and "0:20 in steps of 1:05 in all" in text
+    assert summary["skipped_steps"] == 0 and "skipped" not in text
+
+
+def test_skipped_optimizer_steps_are_shown(tmp_path: Path) -> None:
+    rows = records([0.1, 0.2, 0.3])
+    rows[-1]["actor/skipped_steps"], rows[-2]["actor/skipped_steps"], rows[-1]["critic/skipped_steps"] = 2.0, 0.0, 1.0
+    summary = summarize(run_folder(tmp_path / "run", rows))
+    lines: list[str] = []
+    print_summary(summary, lines.append)
+    assert summary["skipped_steps"] == 3 and any("skipped" in line and line.endswith(": 3") for line in lines)
+    assert ("SKIPPED", "2") in shown(rows[-1]) and ("SKIPPED by the critic", "1") in shown(rows[-1])
+    assert not any("SKIPPED" in label for label, _ in shown(rows[-2]))
 
 
 def test_summary_of_a_run_without_steps(tmp_path: Path) -> None:
