@@ -6,31 +6,32 @@ its place by a rename once it is complete: an export that fails leaves the forme
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlscale.reshard.layout import Layout, Piece, volume, whole
+from rlscale.reshard.layout import Box, Layout, Piece, volume, whole
 from rlscale.reshard.megatron import VALUE_HEAD
 from rlscale.reshard.plan import DEFAULT_BUCKET_BYTES, plan
 from rlscale.reshard.transport import Bucket, execute, region
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-READ_BYTES = 32 * 2**20  # a slice larger than this is read in parts
+READ_BYTES = 32 * 2**20  # most that is read (and, where it must be converted, buffered) at a time
 SHARD_BYTES = 5 * 10**9
 TYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 COMPANIONS = (
     "generation_config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "additional_chat_templates",
 )  # fmt: skip
+TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 # Reading ------------------------------------------------------------------------------------------
@@ -39,10 +40,13 @@ COMPANIONS = (
 def load_pieces(
     folder: str | Path, pieces: Iterable[Piece], dest: Mapping[str, torch.Tensor], *,
     shapes: Mapping[str, tuple[int, ...]], optional: Collection[str] = (),
+    on_read: Callable[[int], None] | None = None,
 ) -> set[str]:  # fmt: skip
     """Fill this rank's local buffers from a Hugging Face folder, converting to their dtypes; not collective.
 
-    Elements of a buffer that belong to no piece (vocabulary padding) are set to zero.
+    Only the bytes of the pieces are read, where possible straight into the buffers: a memory map would read, and keep
+    in memory, whole pages around every part of a row. Elements of a buffer that belong to no piece (vocabulary padding)
+    are set to zero.
 
     Args:
         folder: local folder with ``model.safetensors`` or shards and an index.
@@ -50,33 +54,40 @@ def load_pieces(
         dest: local buffers by key, e.g. ``dict(model.named_parameters())``; each must be the target of some piece.
         shapes: canonical shapes of the whole model, ``layout.shapes``.
         optional: tensors that the folder may lack (the value head of a new critic); their buffers stay untouched.
+        on_read: called with the number of bytes of every read of tensor data.
 
     Returns:
         The optional tensors that the folder lacks.
 
     Raises:
         ValueError: no such folder or file, a truncated file, a missing tensor, one of another shape or not floating
-            point, or one that the architecture doesn't have. The message names it.
+            point, or one that the architecture doesn't have; before anything is written to the buffers. The message
+            names it.
     """
     pieces = list(pieces)
-    files = _tensor_files(Path(folder))
-    _refuse_unknown(Path(folder), files, shapes)
-    by_file: dict[Path, list[Piece]] = {}
+    places = _tensor_files(Path(folder))
+    _refuse_unknown(Path(folder), places, shapes)
     absent = set()
     for piece in pieces:
         if piece.key not in dest:
             raise ValueError(f"{folder}: no local buffer {piece.key} for tensor {piece.name}")
-        if piece.name in files:
-            by_file.setdefault(files[piece.name], []).append(piece)
-        elif piece.name in optional:
+        if piece.name not in places:
+            if piece.name not in optional:
+                raise ValueError(f"{folder}: tensor {piece.name} is missing")
             absent.add(piece.name)
-        else:
-            raise ValueError(f"{folder}: tensor {piece.name} is missing")
+    wanted: dict[Path, list[Piece]] = {}
+    for piece in pieces:
+        if piece.name not in absent:
+            wanted.setdefault(places[piece.name], []).append(piece)
+    files = {path: _File(path) for path in wanted}
+    for path, of_file in wanted.items():
+        for piece in of_file:
+            files[path].check(piece.name, shapes[piece.name])
     _zero_padding(folder, pieces, dest, absent)
-    for path, wanted in by_file.items():
-        with _opened(path) as file:
-            for piece in wanted:
-                _read(path, file, piece, dest[piece.key], shapes[piece.name])
+    for path, of_file in wanted.items():
+        with open(path, "rb", buffering=0) as handle:
+            for piece in of_file:
+                files[path].read(handle.fileno(), piece, region(dest[piece.key], piece), on_read or (lambda _: None))
     return absent
 
 
@@ -96,19 +107,92 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         return files
     if not (folder / SINGLE).is_file():
         raise ValueError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
-    with _opened(folder / SINGLE) as file:
-        return dict.fromkeys(file.keys(), folder / SINGLE)
+    return dict.fromkeys(_File(folder / SINGLE).tensors, folder / SINGLE)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
+class _File:
+    """A safetensors file: 8 bytes with the length of a JSON header, the header, and the tensors in row-major order.
 
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            yield file
-    except SafetensorError as error:
-        raise ValueError(f"{path}: cannot be read as safetensors, it may be truncated ({error})") from None
+    Raises:
+        ValueError: the header cannot be read, or names bytes that the file does not have.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        size = path.stat().st_size
+        try:
+            with open(path, "rb") as handle:
+                length = int.from_bytes(handle.read(8), "little")
+                if not 2 <= length <= size - 8:
+                    raise ValueError(f"a header of {length} bytes in a file of {size}")
+                header: dict[str, Any] = json.loads(handle.read(length))
+            header.pop("__metadata__", None)
+            self.data = 8 + length
+            self.tensors = {
+                name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in header.items()
+            }
+            end = self.data + max((stop for *_, stop in self.tensors.values()), default=0)
+            if end > size:
+                raise ValueError(f"the header names {end} bytes, the file has {size}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: cannot be read as safetensors, it may be truncated ({error})") from None
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ValueError if a tensor is not here, has another shape than expected, or cannot be converted."""
+        if name not in self.tensors:  # an index that names the wrong file
+            raise ValueError(f"{self.path}: tensor {name} is missing (the index says that it is here)")
+        kind, stored, start, stop = self.tensors[name]
+        if stored != shape:
+            raise ValueError(f"{self.path}: tensor {name} has shape {list(stored)}, expected {list(shape)}")
+        if kind not in TYPES:
+            raise ValueError(f"{self.path}: tensor {name} has type {kind}, which cannot be converted")
+        if stop - start != volume(whole(shape)) * TYPES[kind].itemsize:
+            raise ValueError(f"{self.path}: tensor {name} has {stop - start} bytes, too few or many for its shape")
+
+    def read(self, file: int, piece: Piece, target: torch.Tensor, on_read: Callable[[int], None]) -> None:
+        """Fill ``target`` with a slice, in parts of at most `READ_BYTES`."""
+        kind, shape, start, _ = self.tensors[piece.name]
+        dtype = TYPES[kind]
+        # the slice is rows (of one or more dimensions) of runs: the last dimensions that it takes whole are one run
+        split = len(shape)
+        while split > 1 and piece.index[split - 1] == (0, shape[split - 1]):
+            split -= 1
+        straight = target.dtype == dtype and target.is_contiguous() and target.device.type == "cpu"
+        row_bytes = volume(piece.index[1:]) * dtype.itemsize
+        (lo, hi), rest = piece.index[0], piece.index[1:]
+        step = hi - lo if straight else max(1, READ_BYTES // max(1, row_bytes))
+        for first in range(lo, hi, step):
+            last = min(first + step, hi)
+            part = target[first - lo : last - lo]
+            values = part if straight else torch.empty(part.shape, dtype=dtype)
+            memory = memoryview(values.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            at = 0
+            for offset, nbytes in _runs(shape, ((first, last), *rest), split, dtype.itemsize):
+                self._read_at(file, self.data + start + offset, memory[at : at + nbytes])
+                on_read(nbytes)
+                at += nbytes
+            if not straight:
+                part.copy_(values)
+
+    def _read_at(self, file: int, offset: int, memory: memoryview) -> None:
+        while memory:
+            count = os.preadv(file, [memory[:READ_BYTES]], offset)
+            if count == 0:
+                raise ValueError(f"{self.path}: ends at byte {offset}; it was cut while it was read")
+            memory, offset = memory[count:], offset + count
+
+
+def _runs(shape: tuple[int, ...], index: Box, split: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Bytes of a slice that lie behind each other, (offset in the tensor, number), in row-major order."""
+    strides = [itemsize * volume(whole(shape[dim + 1 :])) for dim in range(len(shape))]
+    if not shape:
+        yield 0, itemsize
+        return
+    run_dim = split - 1
+    (lo, hi), outer = index[run_dim], index[:run_dim]
+    for place in itertools.product(*(range(a, b) for a, b in outer)):
+        base = sum(i * stride for i, stride in zip(place, strides, strict=False))
+        yield base + lo * strides[run_dim], (hi - lo) * strides[run_dim]
 
 
 def _refuse_unknown(folder: Path, names: Iterable[str], shapes: Mapping[str, Any]) -> None:
@@ -128,26 +212,9 @@ def _zero_padding(
     for key, elements in held.items():
         if elements == 0:
             raise ValueError(f"{folder}: no tensor of the model belongs to parameter {key}")
+    for key, elements in held.items():
         if elements < dest[key].numel() and key not in untouched:
             dest[key].detach().zero_()
-
-
-def _read(path: Path, file: Any, piece: Piece, target: torch.Tensor, shape: tuple[int, ...]) -> None:
-    try:
-        stored = file.get_slice(piece.name)
-    except Exception as error:  # an index that names the wrong file
-        raise ValueError(f"{path}: tensor {piece.name} is missing ({error})") from None
-    if tuple(stored.get_shape()) != shape:
-        raise ValueError(f"{path}: tensor {piece.name} has shape {stored.get_shape()}, expected {list(shape)}")
-    if stored.get_dtype() not in TYPE_NAMES.values():
-        raise ValueError(f"{path}: tensor {piece.name} has type {stored.get_dtype()}, which cannot be converted")
-    row = 8 * volume(piece.index[1:])  # bytes, at most
-    start, stop = piece.index[0]
-    step = max(1, READ_BYTES // row)
-    for lo in range(start, stop, step):
-        part = piece.cut(((lo, min(lo + step, stop)), *piece.index[1:]))
-        values = stored[tuple(slice(a, b) for a, b in part.index)]
-        region(target, part).copy_(values)
 
 
 # Writing ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard import export_hf, hf_shapes, load_pieces, megatron_layout, safetensors_io
+from rlscale.reshard.layout import volume
 from tests import tiny, worlds
 from tests.reshard.models import Tensors, assert_equal, canonical, make_spec, megatron_shards
 
@@ -145,50 +146,61 @@ def test_parameters_without_a_tensor_are_named(tmp_path: Path) -> None:
         load_pieces(folder, layout.pieces, dest, shapes=layout.shapes)
 
 
-def test_loading_reads_only_the_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The elements asked of the file are those of the rank's shard, each once."""
-    spec, dims = make_spec(num_layers=2, hidden=16, ffn=64, vocab=200), ParallelDims(tp=4, pp=2)
-    folder = write_folder(tmp_path / "model", canonical(spec))
-    opened, read = safetensors_io._opened, []
+def bytes_through_system_calls() -> int:
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
 
-    class Slice:
-        def __init__(self, inner: object):
-            self.inner = inner
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.inner, name)
-
-        def __getitem__(self, at: object) -> torch.Tensor:
-            values = self.inner[at]  # type: ignore[index]
-            read.append(values.numel())
-            return values
-
-    class File:
-        def __init__(self, inner: object):
-            self.inner = inner
-
-        def keys(self) -> list[str]:
-            return self.inner.keys()  # type: ignore[attr-defined]
-
-        def get_slice(self, name: str) -> Slice:
-            return Slice(self.inner.get_slice(name))  # type: ignore[attr-defined]
-
-    class Opened:
-        def __init__(self, path: Path):
-            self.context = opened(path)
-
-        def __enter__(self) -> File:
-            return File(self.context.__enter__())
-
-        def __exit__(self, *error: object) -> object:
-            return self.context.__exit__(*error)
-
-    monkeypatch.setattr(safetensors_io, "_opened", Opened)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_loading_reads_only_the_bytes_of_the_shard(tmp_path: Path, stored: torch.dtype) -> None:
+    """As counted by the reader and by the kernel: the shard, each byte once, and the headers."""
+    spec, dims = make_spec(num_layers=2, hidden=64, ffn=256, vocab=500), ParallelDims(tp=4, pp=2)
+    hf = {name: value.to(stored) for name, value in canonical(spec).items()}
+    folder = write_folder(tmp_path / "model", hf, shards=2)
+    layout = megatron_layout(spec, dims)
+    headers = 100_000  # the headers, the index, and this measurement
+    assert layout.shapes["model.embed_tokens.weight"] == (500, 64)
     for rank in range(dims.world):
-        read.clear()
-        got, _ = load(folder, spec, dims, rank)
-        assert_equal(got, megatron_shards(spec, dims, rank, canonical(spec)))
-        assert sum(read) == sum(value.numel() for value in got.values())
+        expected = megatron_shards(spec, dims, rank, {name: value.float() for name, value in hf.items()})
+        got, read = {key: torch.empty_like(value) for key, value in expected.items()}, []
+        before = bytes_through_system_calls()
+        load_pieces(folder, layout.of_rank(rank), got, shapes=layout.shapes, on_read=read.append)
+        passed = bytes_through_system_calls() - before
+        assert_equal(got, expected)
+        size = sum(volume(piece.index) for piece in layout.of_rank(rank)) * stored.itemsize
+        assert sum(read) == size
+        assert size <= passed < size + headers < sum(value.nbytes for value in hf.values())
+
+
+def test_nothing_is_written_when_something_is_wrong(tmp_path: Path) -> None:
+    """The fault is in the last file: buffers must not be half filled."""
+    last = "model.norm.weight"
+    tensors = without(last) | {last: torch.ones(9)}
+    folder, layout = write_folder(tmp_path / "model", tensors, 3), megatron_layout(SPEC, ParallelDims())
+    dest = {key: torch.full_like(value, 7) for key, value in megatron_shards(SPEC, ParallelDims(), 0, tensors).items()}
+    with pytest.raises(ValueError, match=f"tensor {last} has shape"):
+        load_pieces(folder, layout.pieces, dest, shapes=layout.shapes)
+    assert all(bool((value == 7).all()) for value in dest.values())
+
+
+@pytest.mark.parametrize("fault", ["length", "header", "offsets"])
+def test_a_damaged_header_is_named(tmp_path: Path, fault: str) -> None:
+    path = write_folder(tmp_path / "model", canonical(SPEC)) / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    if fault == "length":
+        data[:8] = (2**60).to_bytes(8, "little")
+    elif fault == "header":
+        data[8] = ord("x")
+    else:
+        header = json.loads(data[8 : 8 + length])
+        header["lm_head.weight"]["data_offsets"][1] += 4
+        header["lm_head.weight"]["data_offsets"][0] += 8
+        text = json.dumps(header).encode().ljust(length)
+        data = bytearray(len(text).to_bytes(8, "little") + text + data[8 + length :] + bytes(64))
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"model.safetensors: .*(truncated|too few or many for its shape)"):
+        load(path.parent, SPEC, ParallelDims(), 0)
 
 
 # Export -------------------------------------------------------------------------------------------

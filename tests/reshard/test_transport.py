@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import Layout, Piece, execute, execute_into, hf_layout, megatron_layout, plan
+from rlscale.reshard import Layout, Piece, Transfer, execute, execute_into, hf_layout, megatron_layout, plan
 from rlscale.reshard.plan import DIRECT_BYTES
 from rlscale.reshard.transport import region
 from tests import worlds
@@ -87,6 +87,44 @@ def into(spec: ModelSpec, source: ParallelDims, destination: ParallelDims, dtype
 def test_into_tensors(spec: ModelSpec, source: ParallelDims, destination: ParallelDims, dtype: torch.dtype) -> None:
     largest = worlds.run(4, into, spec, source, destination, dtype, 2**21)
     assert (max(largest) >= DIRECT_BYTES) == (spec is LARGE), "the large model must exercise unpacked messages"
+
+
+def reused(spec: ModelSpec, dtype: torch.dtype, bucket: int) -> tuple[int, int]:
+    """One transfer, run again: with new values in the same tensors, with other tensors, with what is wrong."""
+    rank, hf = dist.get_rank(), canonical(spec)
+    made = plan(megatron_layout(spec, TP2_PP2), vllm_layout(spec, 1, 4), dtype=dtype, bucket_bytes=bucket)
+    transfer = Transfer(made)
+    got = blank(vllm_shards(spec, 1, rank, {name: value.to(dtype) for name, value in hf.items()}))
+    shards = megatron_shards(spec, TP2_PP2, rank, hf)
+    for turn in range(4):
+        hf = {name: value + turn for name, value in hf.items()}
+        expected = vllm_shards(spec, 1, rank, {name: value.to(dtype) for name, value in hf.items()})
+        if turn < 2:
+            for key, value in megatron_shards(spec, TP2_PP2, rank, hf).items():
+                shards[key].copy_(value)
+        elif turn == 2:
+            shards = megatron_shards(spec, TP2_PP2, rank, hf)
+        else:
+            got = blank(expected)
+            for key, value in megatron_shards(spec, TP2_PP2, rank, hf).items():
+                shards[key].copy_(value)
+        rounds = transfer.rounds
+        transfer.into(shards, got)
+        assert_equal(got, expected)
+        assert (transfer.rounds is rounds) == (turn == 1), "views are made again only for other tensors"
+    lost = {key: value for key, value in shards.items() if rank != 1 or "fc2" not in key}
+    with pytest.raises(ValueError, match="linear_fc2.weight" if rank == 1 else "an error on another rank"):
+        transfer.into(lost, got)
+    transfer.into(shards, got)
+    assert_equal(got, expected)
+    return transfer.temporary_bytes, len(transfer.rounds)
+
+
+@pytest.mark.parametrize(("dtype", "bucket"), [(torch.float32, 2**20), (torch.bfloat16, 2**18)])
+def test_a_transfer_is_used_again_within_two_buckets(dtype: torch.dtype, bucket: int) -> None:
+    for temporary, rounds in worlds.run(4, reused, LARGE, dtype, bucket):
+        assert rounds > 3
+        assert 0 < temporary <= 2 * bucket + 4096
 
 
 def mixed() -> None:
