@@ -25,6 +25,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+ARCHITECTURES |= {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
 # where a word begins with a space, which is \u0120 in the byte-level alphabet
 WORDS = "user assistant system What _is _the _answer _sum _of _and _number _+ _= _please".replace("_", "\u0120").split()
 CACHE_LIMIT = 200  # folders kept over sessions; each is 1 to 4 MB
@@ -48,7 +49,7 @@ def tiny_model(
     """The folder of a tiny model with the given shape, made on the first call and cached for later ones.
 
     Args:
-        arch: llama, qwen2, qwen3 or mistral.
+        arch: llama, qwen2, qwen3, mistral, mixtral or qwen3_moe (4 experts as wide as ``ffn``, 2 for each token).
         hidden: hidden size; None: heads * head_dim (the only choice for qwen2, whose vLLM model ignores ``head_dim``).
         ffn: width of the MLP; None: 2 * hidden.
         vocab: rows of the embedding; the tokenizer has at most as many tokens (it needs 260).
@@ -109,6 +110,10 @@ def _build(
 
     tokenizer = tiny_tokenizer(min(vocab, 384))
     name = ARCHITECTURES[arch]
+    if name in ("Mixtral", "Qwen3Moe"):
+        config = {"num_local_experts": 4, "num_experts_per_tok": 2} | config
+    if name == "Qwen3Moe":
+        config = {"moe_intermediate_size": ffn, "norm_topk_prob": True} | config
     hf_config = getattr(transformers, f"{name}Config")(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -150,7 +155,7 @@ def _sharpen(model: Any, generator: Any, eos: int) -> None:
             elif p.dim() == 1:
                 normal(p, 0.3)
             else:
-                normal(p, 1 / math.sqrt(p.shape[1]))
+                normal(p, 1 / math.sqrt(p.shape[-1]))
         head = model.lm_head.weight
         tokens = torch.randint(head.shape[0], (8, 32), generator=generator)
         mean = model.model(tokens).last_hidden_state.mean((0, 1))

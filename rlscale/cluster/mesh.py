@@ -29,6 +29,7 @@ class ParallelDims:
     sp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1  # experts: 1: each is split over TP; tp: whole ones are distributed over it (no dimension of its own)
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world: int) -> ParallelDims:
@@ -44,7 +45,8 @@ class ParallelDims:
                 f"world size {world} is not divisible by tensor_model_parallel_size {tp} x "
                 f"pipeline_model_parallel_size {pp} x ulysses_sequence_parallel_size {sp}"
             )
-        return cls(tp=tp, sp=sp, dp=world // (tp * pp * sp), pp=pp)
+        ep = parallel.expert_model_parallel_size
+        return cls(tp=tp, sp=sp, dp=world // (tp * pp * sp), pp=pp, ep=ep)
 
     @property
     def world(self) -> int:

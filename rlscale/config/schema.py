@@ -100,6 +100,11 @@ class ParallelConfig:
     tensor_model_parallel_size: int = opt(1, "ranks over which each matrix is split (TP)", min=1)
     pipeline_model_parallel_size: int = opt(1, "ranks over which the layers are split (PP)", min=1)
     ulysses_sequence_parallel_size: int = opt(1, "ranks over which each packed row is split (Ulysses SP)", min=1)
+    expert_model_parallel_size: int = opt(
+        1,
+        "mixture of experts: 1 splits every expert over the TP ranks; tensor_model_parallel_size gives each whole experts",
+        min=1,
+    )
     sequence_parallel: bool = opt(False, "Megatron sequence parallelism in the norms; needs TP > 1")
     zero_stage: int = opt(1, "DeepSpeed ZeRO stage over the data-parallel ranks", choices=(0, 1, 2, 3))
 

@@ -46,7 +46,7 @@ class ModelSizes(Protocol):
     @property
     def max_positions(self) -> int: ...
 
-    def violations(self, key: str, tp: int, pp: int, sp: int = 1) -> list[str]: ...
+    def violations(self, key: str, tp: int, pp: int, sp: int = 1, ep: int = 1) -> list[str]: ...
 
 
 def check(
@@ -304,8 +304,9 @@ def _layout(
             "can be added; use zero_stage 1",
         )
     if spec is not None:
-        for message in spec.violations(key, tp, pp, sp):
-            yield Violation((tp_key, pp_key, sp_key), message)
+        ep_key = f"{key}.expert_model_parallel_size"
+        for message in spec.violations(key, tp, pp, sp, p.expert_model_parallel_size):
+            yield Violation((tp_key, pp_key, sp_key, ep_key), message)
 
 
 def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[Violation]:

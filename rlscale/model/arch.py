@@ -5,23 +5,40 @@ Everything that builds, loads, splits or exports a model asks here, so that an a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class ExpertNames(NamedTuple):
+    """What a checkpoint calls the sparse MLP of a layer and the three matrices of an expert in it."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
 
 
 @dataclass(frozen=True)
 class Architecture:
-    qkv_bias: bool  # biases in the q, k, v projections (unless the configuration says otherwise)
-    qk_norm: bool  # RMSNorm on each query and key head
+    qkv_bias: bool = False  # biases in the q, k, v projections (unless the configuration says otherwise)
+    qk_norm: bool = False  # RMSNorm on each query and key head
+    experts: ExpertNames | None = None  # a mixture of experts
 
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture(qkv_bias=False, qk_norm=False),
-    "MistralForCausalLM": Architecture(qkv_bias=False, qk_norm=False),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, qk_norm=False),
-    "Qwen3ForCausalLM": Architecture(qkv_bias=False, qk_norm=True),
+    "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(),
+    "MixtralForCausalLM": Architecture(experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2")),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True),
+    "Qwen3MoeForCausalLM": Architecture(
+        qk_norm=True, experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+    ),
 }
+#: what stands in place of ForCausalLM where the model has one scalar a token (critics, reward models)
+SCALAR_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -46,6 +63,12 @@ class ModelSpec:
     sliding_window: int | None = None
     max_positions: int = 0
     value_head: bool = False  # one scalar a token instead of a vocabulary
+    head_bias: bool = False  # which may have a bias
+    experts: int = 0  # of each sparse MLP; 0: all layers are dense
+    experts_per_token: int = 0
+    expert_ffn: int = 0  # width of an expert
+    normalize_experts: bool = True  # the weights of a token's experts add up to 1
+    dense_layers: frozenset[int] = frozenset()  # layers of a mixture of experts whose MLP is dense
 
     @classmethod
     def from_hf(cls, path: str) -> ModelSpec:
@@ -63,18 +86,23 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, hf: Any) -> ModelSpec:
-        """Read a transformers configuration object. Raises ValueError as `from_hf`."""
-        name = (hf.architectures or [type(hf).__name__])[0]
+        """Read a transformers configuration object. Raises ValueError as `from_hf`.
+
+        A sequence or token classifier with one label is a model with a value head: an exported critic, a reward model.
+        """
+        given = (hf.architectures or [type(hf).__name__])[0]
+        name = given
+        for head in SCALAR_HEADS:
+            name = name.replace(head, "ForCausalLM")
         if name not in ARCHITECTURES:
-            raise ValueError(f"architecture {name} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
-        if hf.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"{name}: hidden_act {hf.hidden_act} is not supported; supported: silu")
-        if getattr(hf, "mlp_bias", False):
-            raise ValueError(f"{name}: mlp_bias is not supported")
+            known = ", ".join(sorted(ARCHITECTURES))
+            raise ValueError(
+                f"architecture {given} is not supported; supported: {known}, and in place of ForCausalLM "
+                f"{' or '.join(SCALAR_HEADS)} with one label"
+            )
         arch = ARCHITECTURES[name]
-        qkv_bias = arch.qkv_bias or bool(getattr(hf, "attention_bias", False))
-        if qkv_bias and not arch.qkv_bias:
-            raise ValueError(f"{name}: attention_bias is not supported")
+        _refuse_options(hf, given)
+        scalar = name != given
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         inv_freq, scale = _rope(hf, head_dim)
         window = getattr(hf, "sliding_window", None) if getattr(hf, "use_sliding_window", True) else None
@@ -84,17 +112,20 @@ class ModelSpec:
             hidden=hf.hidden_size,
             ffn=hf.intermediate_size,
             heads=hf.num_attention_heads,
-            kv_heads=hf.num_key_value_heads,
+            kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
             head_dim=head_dim,
             vocab=hf.vocab_size,
             norm_eps=hf.rms_norm_eps,
             inv_freq=inv_freq,
             rope_scale=scale,
-            qkv_bias=qkv_bias,
+            qkv_bias=arch.qkv_bias,
             qk_norm=arch.qk_norm,
-            tied=bool(hf.tie_word_embeddings),
+            tied=bool(hf.tie_word_embeddings) and not scalar,
             sliding_window=window,
             max_positions=hf.max_position_embeddings,
+            value_head=scalar,
+            head_bias=given.endswith("ForTokenClassification") and getattr(hf, "token_classification_bias", True),
+            **(_experts(hf) if arch.experts else {}),
         )
 
     def as_critic(self) -> ModelSpec:
@@ -110,24 +141,59 @@ class ModelSpec:
         size = self.num_layers // pp
         return range(pp_rank * size, (pp_rank + 1) * size)
 
-    def violations(self, key: str, tp: int, pp: int, sp: int = 1) -> list[str]:
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return self.experts > 0 and layer not in self.dense_layers
+
+    def experts_of_rank(self, tp_rank: int, tp: int, ep: int) -> tuple[range, range]:
+        """The numbers of the experts that a tensor-parallel rank holds, and which rows of their width.
+
+        Without expert parallelism (``ep`` 1) that is a slice of every expert, with it (``ep`` = ``tp``) whole experts.
+        """
+        if ep == 1:
+            width = self.expert_ffn // tp
+            return range(self.experts), range(tp_rank * width, (tp_rank + 1) * width)
+        count = self.experts // tp
+        return range(tp_rank * count, (tp_rank + 1) * count), range(self.expert_ffn)
+
+    def violations(self, key: str, tp: int, pp: int, sp: int = 1, ep: int = 1) -> list[str]:
         """Why this model cannot be split so; ``key`` is the configuration path that the messages name."""
         out = []
-        for value, what in (
-            (self.heads, "attention heads"),
-            (self.kv_heads, "key-value heads"),
-            (self.ffn, "ffn size"),
-        ):
-            if value % tp:
-                fits = [t for t in range(1, value + 1) if self.heads % t == self.kv_heads % t == self.ffn % t == 0]
+        for what, value, fits in self._splits(ep):
+            if not fits(tp):
+                possible = [t for t in range(1, self.heads + 1) if all(good(t) for _, _, good in self._splits(ep))]
                 out.append(
                     f"{key}.tensor_model_parallel_size: {tp} does not divide the model's {value} {what}; "
-                    f"possible: {', '.join(map(str, fits))}"
+                    f"possible: {', '.join(map(str, possible))}"
                 )
+        if ep != 1 and not self.experts:
+            out.append(f"{key}.expert_model_parallel_size: {ep}, but {self.architecture} has no experts; it must be 1")
+        elif ep not in (1, tp):
+            out.append(
+                f"{key}.expert_model_parallel_size: {ep} is neither 1 (each expert is split over the tensor-parallel "
+                f"ranks) nor {key}.tensor_model_parallel_size {tp} (each of them holds whole experts): another size "
+                "would give experts a data-parallel group of their own, which ZeRO does not get here"
+            )
         if self.num_layers % pp:
             out.append(f"{key}.pipeline_model_parallel_size: {pp} does not divide the model's {self.num_layers} layers")
         if sp > 1 and self.heads % (tp * sp):
             out.append(f"{key}.ulysses_sequence_parallel_size: TP x SP = {tp * sp} does not divide {self.heads} heads")
+        return out
+
+    def _splits(self, ep: int) -> list[tuple[str, int, Callable[[int], bool]]]:
+        """What TP divides: its name, its size and whether a number of ranks fits."""
+
+        def divides(value: int) -> Callable[[int], bool]:
+            return lambda tp: value % tp == 0
+
+        out = [("attention heads", self.heads, divides(self.heads))]
+        out.append(("key-value heads", self.kv_heads, divides(self.kv_heads)))
+        if not self.experts or self.dense_layers:
+            out.append(("ffn size", self.ffn, divides(self.ffn)))
+        if self.experts and ep == 1:
+            out.append(("expert ffn size", self.expert_ffn, divides(self.expert_ffn)))
+        elif self.experts:
+            out.append(("experts", self.experts, divides(self.experts)))
         return out
 
 
@@ -146,6 +212,33 @@ def resolve_folder(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+
+
+def _refuse_options(hf: Any, name: str) -> None:
+    """Raises ValueError, naming it, for an option of the configuration that changes the model and is not built."""
+    if hf.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"{name}: hidden_act {hf.hidden_act} is not supported; supported: silu")
+    for option in ("mlp_bias", "attention_bias", "router_jitter_noise", "shared_expert_intermediate_size"):
+        if getattr(hf, option, None):
+            raise ValueError(f"{name}: {option} {getattr(hf, option)} is not supported")
+    if name.endswith(SCALAR_HEADS) and hf.num_labels != 1:
+        raise ValueError(f"{name}: num_labels {hf.num_labels} is not supported; a value or reward head has one label")
+
+
+def _experts(hf: Any) -> dict[str, Any]:
+    """The fields of a mixture of experts."""
+    experts, chosen = hf.num_local_experts, hf.num_experts_per_tok
+    if not 0 < chosen <= experts:
+        raise ValueError(f"num_experts_per_tok {chosen} is not between 1 and the number of experts, {experts}")
+    step, dense = getattr(hf, "decoder_sparse_step", 1), set(getattr(hf, "mlp_only_layers", None) or ())
+    layers = range(hf.num_hidden_layers)
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
+        "normalize_experts": bool(getattr(hf, "norm_topk_prob", True)),
+        "dense_layers": frozenset(i for i in layers if i in dense or (i + 1) % step),
+    }
 
 
 def _rope(hf: Any, head_dim: int) -> tuple[tuple[float, ...], float]:

@@ -7,6 +7,7 @@ predict a response token through the head, in chunks, so that full logits never 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from rlscale.model.attention import PackedAttention, pack_params  # noqa: E402
+from rlscale.model.moe import Experts, SparseMLP  # noqa: E402
 
 
 class RMSNorm(nn.Module):
@@ -121,7 +123,7 @@ class Stage(nn.Module):
         self.body = _build_body(spec, mesh, config)
         self.model_type = self.body.model_type  # Megatron's schedules ask for it
         if spec.value_head and mesh.is_last_stage:
-            self.value_head = nn.Linear(spec.hidden, 1, bias=False, dtype=config.params_dtype)
+            self.value_head = nn.Linear(spec.hidden, 1, bias=spec.head_bias, dtype=config.params_dtype)
         self.inv_freq: Tensor
         self.register_buffer("inv_freq", torch.tensor(spec.inv_freq, dtype=torch.float32), persistent=False)
         self.with_entropy = False  # compute the entropy of each predicted token
@@ -225,8 +227,9 @@ def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_pa
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
-    config.rlscale_tp_group = mesh.tp_group
+    config.rlscale_tp_group, config.rlscale_tp_rank = mesh.tp_group, mesh.coords.tp
     config.rlscale_sp_group = mesh.sp_group if mesh.dims.sp > 1 else None
+    config.rlscale_spec, config.rlscale_ep = spec, mesh.dims.ep
     return config
 
 
@@ -247,10 +250,12 @@ def _build_body(spec: ModelSpec, mesh: Mesh, config: TransformerConfig) -> Body:
     attention.core_attention = PackedAttention
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = HeadNorm
-    layers = len(spec.layers_of_stage(mesh.coords.pp, mesh.dims.pp))
+    sparse = replace(layer, submodules=replace(layer.submodules, mlp=SparseMLP))
+    numbers = spec.layers_of_stage(mesh.coords.pp, mesh.dims.pp)
+    layers = [sparse if spec.is_sparse(number) else layer for number in numbers]
     body = Body(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules([layer] * layers, layer_norm=RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=RMSNorm),
         vocab_size=spec.padded_vocab(mesh.dims.tp),
         max_sequence_length=spec.max_positions,
         pre_process=mesh.is_first_stage,
@@ -272,7 +277,7 @@ def _mark_sharded(body: Body) -> None:
     Megatron sets these marks while it initialises weights, which is skipped here because they are loaded.
     """
     for module in body.modules():
-        split = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
+        split = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, Experts))
         for name, p in module.named_parameters(recurse=False):
             if split or (isinstance(module, RowParallelLinear) and name == "weight"):
                 p.tensor_model_parallel = True

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlscale.cluster.mesh import ParallelDims
-from rlscale.model.arch import ModelSpec
+from rlscale.model.arch import ARCHITECTURES, ExpertNames, ModelSpec
 from rlscale.reshard.layout import Box, Layout, Piece, whole
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-VALUE_HEAD = "score.weight"
+VALUE_HEAD, VALUE_BIAS = "score.weight", "score.bias"
+DENSE = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Canonical tensors of a Llama, Mistral, Qwen2 or Qwen3 model, in checkpoint order, with their shapes.
+    """Canonical tensors of a model, in checkpoint order, with their shapes.
 
     A tied output weight is no tensor of its own. A critic has ``score.weight`` ``[1, hidden]`` in place of one.
     """
@@ -38,15 +39,39 @@ def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[layer + "self_attn.q_norm.weight"] = (spec.head_dim,)
             shapes[layer + "self_attn.k_norm.weight"] = (spec.head_dim,)
         shapes[layer + "post_attention_layernorm.weight"] = (spec.hidden,)
-        shapes[layer + "mlp.gate_proj.weight"] = (spec.ffn, spec.hidden)
-        shapes[layer + "mlp.up_proj.weight"] = (spec.ffn, spec.hidden)
-        shapes[layer + "mlp.down_proj.weight"] = (spec.hidden, spec.ffn)
+        shapes |= _mlp_shapes(spec, layer, spec.is_sparse(number))
     shapes[FINAL_NORM] = (spec.hidden,)
     if spec.value_head:
         shapes[VALUE_HEAD] = (1, spec.hidden)
+        if spec.head_bias:
+            shapes[VALUE_BIAS] = (1,)
     elif not spec.tied:
         shapes[HEAD] = (spec.vocab, spec.hidden)
     return shapes
+
+
+def _mlp_shapes(spec: ModelSpec, layer: str, sparse: bool) -> dict[str, tuple[int, ...]]:
+    if not sparse:
+        return _gated(layer + DENSE.block, DENSE, spec.ffn, spec.hidden)
+    names = _expert_names(spec)
+    shapes: dict[str, tuple[int, ...]] = {f"{layer}{names.block}.gate.weight": (spec.experts, spec.hidden)}
+    for number in range(spec.experts):
+        shapes |= _gated(f"{layer}{names.block}.experts.{number}", names, spec.expert_ffn, spec.hidden)
+    return shapes
+
+
+def _gated(prefix: str, names: ExpertNames, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.{names.gate}.weight": (width, hidden),
+        f"{prefix}.{names.up}.weight": (width, hidden),
+        f"{prefix}.{names.down}.weight": (hidden, width),
+    }
+
+
+def _expert_names(spec: ModelSpec) -> ExpertNames:
+    names = ARCHITECTURES[spec.architecture].experts
+    assert names is not None, f"{spec.architecture} is no mixture of experts"
+    return names
 
 
 def hf_layout(spec: ModelSpec, rank: int = 0) -> Layout:
@@ -65,7 +90,9 @@ def megatron_layout(spec: ModelSpec, dims: ParallelDims) -> Layout:
         ValueError: a dimension that TP or PP doesn't divide.
     """
     for what, size, parts in (
-        ("ffn size", spec.ffn, dims.tp),
+        ("ffn size", spec.ffn if not spec.experts or spec.dense_layers else 0, dims.tp),
+        ("experts", spec.experts, dims.ep),
+        ("expert ffn size", spec.expert_ffn, dims.tp if dims.ep == 1 else 1),
         ("attention heads", spec.heads, dims.tp),
         ("rows of the fused qkv projection", (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dims.tp),
         ("layers", spec.num_layers, dims.pp),
@@ -91,18 +118,26 @@ def _stage(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], dims: ParallelDi
     if pp == 0:
         yield from _vocab(spec, EMBEDDING, "embedding.word_embeddings.weight", dims.tp, tp)
     for local, number in enumerate(spec.layers_of_stage(pp, dims.pp)):
-        yield from _layer(spec, shapes, f"model.layers.{number}.", f"decoder.layers.{local}.", dims.tp, tp)
+        hf, mcore = f"model.layers.{number}.", f"decoder.layers.{local}."
+        yield from _attention(spec, shapes, hf, mcore, dims.tp, tp)
+        yield _replicated(shapes, hf + "post_attention_layernorm.weight", mcore + "pre_mlp_layernorm.weight")
+        if spec.is_sparse(number):
+            yield from _sparse_mlp(spec, shapes, hf, mcore, dims, tp)
+        else:
+            yield from _dense_mlp(spec, shapes, hf, mcore, dims.tp, tp)
     if last:
         yield _replicated(shapes, FINAL_NORM, "decoder.final_layernorm.weight")
         if spec.value_head:
             yield _replicated(shapes, VALUE_HEAD, "value_head.weight")
+            if spec.head_bias:
+                yield _replicated(shapes, VALUE_BIAS, "value_head.bias")
         elif not spec.tied:
             yield from _vocab(spec, HEAD, "output_layer.weight", dims.tp, tp)
         elif pp > 0:
             yield from _vocab(spec, EMBEDDING, "output_layer.weight", dims.tp, tp)
 
 
-def _layer(
+def _attention(
     spec: ModelSpec, shapes: dict[str, tuple[int, ...]], hf: str, mcore: str, size: int, tp: int
 ) -> Iterator[Held]:
     attention = mcore + "self_attention."
@@ -114,12 +149,33 @@ def _layer(
         yield _replicated(shapes, hf + "self_attn.q_norm.weight", attention + "q_layernorm.weight")
         yield _replicated(shapes, hf + "self_attn.k_norm.weight", attention + "k_layernorm.weight")
     yield _columns(shapes, hf + "self_attn.o_proj.weight", attention + "linear_proj.weight", size, tp)
-    yield _replicated(shapes, hf + "post_attention_layernorm.weight", mcore + "pre_mlp_layernorm.weight")
+
+
+def _dense_mlp(
+    spec: ModelSpec, shapes: dict[str, tuple[int, ...]], hf: str, mcore: str, size: int, tp: int
+) -> Iterator[Held]:
     rows, width = spec.ffn // size, (0, spec.hidden)
     mine = ((tp * rows, (tp + 1) * rows), width)
     yield hf + "mlp.gate_proj.weight", mine, mcore + "mlp.linear_fc1.weight", ((0, rows), width)
     yield hf + "mlp.up_proj.weight", mine, mcore + "mlp.linear_fc1.weight", ((rows, 2 * rows), width)
     yield _columns(shapes, hf + "mlp.down_proj.weight", mcore + "mlp.linear_fc2.weight", size, tp)
+
+
+def _sparse_mlp(
+    spec: ModelSpec, shapes: dict[str, tuple[int, ...]], hf: str, mcore: str, dims: ParallelDims, tp: int
+) -> Iterator[Held]:
+    """The router, and of the rank's experts (or its slices of all) the two stacks of `rlscale.model.moe.Experts`."""
+    names = _expert_names(spec)
+    block, gate_up, down = f"{hf}{names.block}.", mcore + "mlp.experts.gate_up", mcore + "mlp.experts.down"
+    yield _replicated(shapes, block + "gate.weight", mcore + "mlp.router.weight")
+    numbers, rows = spec.experts_of_rank(tp, dims.tp, dims.ep)
+    count, hidden = len(rows), (0, spec.hidden)
+    mine = (rows.start, rows.stop)
+    for place, number in enumerate(numbers):
+        here, expert = (place, place + 1), f"{block}experts.{number}."
+        yield f"{expert}{names.gate}.weight", (mine, hidden), gate_up, (here, (0, count), hidden)
+        yield f"{expert}{names.up}.weight", (mine, hidden), gate_up, (here, (count, 2 * count), hidden)
+        yield f"{expert}{names.down}.weight", (hidden, mine), down, (here, hidden, (0, count))
 
 
 def _replicated(shapes: dict[str, tuple[int, ...]], name: str, key: str) -> Held:

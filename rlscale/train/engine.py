@@ -89,7 +89,7 @@ class Engine:
         self.role, self.spec, self.parallel, self.optim, self.batching = role, spec, parallel, optim, batching
         self.device, self.dtype, self.total_steps = device, dtype, total_steps
         dims = ParallelDims.of(parallel, device.world)
-        problems = spec.violations(f"{role}.parallel", dims.tp, dims.pp, dims.sp)
+        problems = spec.violations(f"{role}.parallel", dims.tp, dims.pp, dims.sp, dims.ep)
         if problems:
             raise ValueError("; ".join(problems))
         self.mesh = Mesh.get(dims)
@@ -125,7 +125,7 @@ class Engine:
         """This rank's parameters by their keys in the layout of the whole parameters."""
         out = dict(self.stage.body.named_parameters())
         if hasattr(self.stage, "value_head"):
-            out["value_head.weight"] = self.stage.value_head.weight
+            out |= {f"value_head.{name}": p for name, p in self.stage.value_head.named_parameters()}
         return out
 
     def tensors(self) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,15 @@ def load_reference(folder: str, critic: bool = False) -> torch.nn.Module:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.train()
+
+
+def canonical_state(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The weights under the names and in the shapes of a checkpoint (in memory transformers stacks experts)."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(f"{folder}/model.safetensors")
 
 
 def reference_logprobs(model: torch.nn.Module, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

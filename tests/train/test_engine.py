@@ -10,7 +10,7 @@ import torch
 from rlscale.config.schema import OptimConfig, ParallelConfig
 from tests import worlds
 from tests.tiny import tiny_model
-from tests.train.reference import load_reference, random_batch, reference_logprobs
+from tests.train.reference import canonical_state, load_reference, random_batch, reference_logprobs
 
 OPTIM = dict(lr=1e-3, eps=1e-4, weight_decay=0.01, grad_clip=0.05)
 LAYOUTS = {  # name: world, tp, pp, sequence parallel, ZeRO stage, tied
@@ -47,13 +47,17 @@ def run_engine(
     from unittest import mock
 
     from rlscale.cluster.device import init_distributed
-    from rlscale.model import gpt
+    from rlscale.model import gpt, moe
     from rlscale.model.arch import ModelSpec
+    from rlscale.reshard.transport import region
     from rlscale.train.engine import Batching, Engine
 
     device = init_distributed("cpu")
-    marks = mock.patch.object(gpt, "_mark_sharded", lambda body: None) if mutation == "marks" else nullcontext()
-    with marks:
+    faults = {
+        "marks": mock.patch.object(gpt, "_mark_sharded", lambda body: None),
+        "expert-marks": mock.patch.object(gpt, "Experts", ()),
+    }
+    with faults.get(mutation, nullcontext()):
         engine = Engine(
             "actor",
             ModelSpec.from_hf(folder),
@@ -71,6 +75,15 @@ def run_engine(
         for module in engine.stage.modules():
             if isinstance(module, gpt.RMSNorm):
                 module.tp_group = None
+    elif mutation == "router-sum":
+        for module in engine.stage.modules():
+            if isinstance(module, moe.Router):
+                module.group = None
+    elif mutation == "expert-input-sum":
+        for module in engine.stage.modules():
+            if isinstance(module, moe.SparseMLP):
+                without = mock.patch.object(moe, "copy_to_tensor_model_parallel_region", lambda x, group: x)
+                module.forward = without(module.forward)
     elif mutation == "loss-scale":
         engine._loss_scale = lambda micro_batches: 1
     elif mutation == "tied-sum":
@@ -80,7 +93,7 @@ def run_engine(
     after, _ = engine.logprobs(batch)
     pieces = [p for p in engine.layout.pieces if p.rank == device.rank]
     tensors = engine.tensors()
-    shards = [(p.name, p.index, tensors[p.key][tuple(slice(a, b) for a, b in p.at)].clone()) for p in pieces]
+    shards = [(p.name, p.index, region(tensors[p.key], p).clone()) for p in pieces]
     return {"before": before, "entropy": entropy, "after": after, "metrics": metrics, "shards": shards}
 
 
@@ -98,7 +111,7 @@ def train_reference(folder: str, batch, steps: int, temperature: float):
         losses.append(float(loss.detach()))
         optim.step()
     after = reference_logprobs(model, batch, temperature)[0].detach()
-    return before, entropy, after, norms, losses, {k: v.detach() for k, v in model.state_dict().items()}
+    return before, entropy, after, norms, losses, canonical_state(model)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
