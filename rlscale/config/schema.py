@@ -102,7 +102,7 @@ class ParallelConfig:
     ulysses_sequence_parallel_size: int = opt(1, "ranks over which each packed row is split (Ulysses SP)", min=1)
     expert_model_parallel_size: int = opt(
         1,
-        "mixture of experts: 1 splits every expert over the TP ranks; tensor_model_parallel_size gives each whole experts",
+        "mixture of experts: 1 splits each over the TP ranks, tensor_model_parallel_size gives every rank whole ones",
         min=1,
     )
     sequence_parallel: bool = opt(False, "Megatron sequence parallelism in the norms; needs TP > 1")

@@ -33,9 +33,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": Architecture(experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2")),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True),
     "Qwen3ForCausalLM": Architecture(qk_norm=True),
-    "Qwen3MoeForCausalLM": Architecture(
-        qk_norm=True, experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-    ),
+    "Qwen3MoeForCausalLM": Architecture(qk_norm=True, experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")),
 }
 #: what stands in place of ForCausalLM where the model has one scalar a token (critics, reward models)
 SCALAR_HEADS = ("ForSequenceClassification", "ForTokenClassification")
@@ -187,7 +185,15 @@ class ModelSpec:
             return lambda tp: value % tp == 0
 
         out = [("attention heads", self.heads, divides(self.heads))]
-        out.append(("key-value heads", self.kv_heads, divides(self.kv_heads)))
+        fused = (self.heads + 2 * self.kv_heads) * self.head_dim
+        shared = divides(fused)  # several ranks may share a key-value head; they divide the fused projection evenly
+        out.append(
+            (
+                "key-value heads",
+                self.kv_heads,
+                lambda tp: self.kv_heads % tp == 0 or (tp % self.kv_heads == 0 and shared(tp)),
+            )
+        )
         if not self.experts or self.dense_layers:
             out.append(("ffn size", self.ffn, divides(self.ffn)))
         if self.experts and ep == 1:

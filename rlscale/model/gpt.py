@@ -7,6 +7,7 @@ predict a response token through the head, in chunks, so that full logits never 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +32,11 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
     VocabParallelEmbedding,
 )
 from megatron.core.tensor_parallel.mappings import (  # noqa: E402
+    all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -91,6 +94,37 @@ class HeadNorm(RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(config, hidden_size, eps)
         self.tp_group = config.rlscale_tp_group if config.tensor_model_parallel_size > 1 else None
+
+
+class FewKeyHeads(SelfAttention):
+    """Grouped-query attention with fewer key-value heads than tensor-parallel ranks, several of which share one.
+
+    The rows of the fused projection are split evenly, so a rank's share may begin inside a group: the projections of
+    the row are gathered, and each rank takes its query heads and their key-value head. What several ranks do with a
+    key is summed on the way back. (Megatron's own way there needs its global process groups.)
+    """
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Any = None, output_gate: bool = False, split_qkv: bool = True
+    ) -> Any:
+        """hidden_states: [s, 1, hidden]. Returns query [S, 1, heads / tp, D], key and value [S, 1, 1, D]."""
+        groups, dim = self.config.num_query_groups, self.hidden_size_per_attention_head
+        mixed, _ = self.linear_qkv(hidden_states)
+        mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
+        group, place = divmod(self.config.rlscale_tp_rank, self.world_size // groups)
+        heads = mixed.unflatten(-1, (groups, -1, dim))[:, :, group]  # [S, 1, query heads of the group + 2, D]
+        mine = self.config.num_attention_heads // self.world_size
+        query, key, value = heads[:, :, place * mine : (place + 1) * mine], heads[:, :, -2:-1], heads[:, :, -1:]
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
+
+
+class Config(TransformerConfig):
+    """Megatron copies its configuration deeply in places, which process groups do not allow and nothing here needs."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Config:
+        return copy.copy(self)
 
 
 class Body(GPTModel):
@@ -189,7 +223,7 @@ def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_pa
     The fused activation is on, because its autograd function keeps its input only; without CUDA it is plain torch. The
     other fusions need CUDA extensions that this project does not ask for.
     """
-    config = TransformerConfig(
+    config = Config(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden,
         ffn_hidden_size=spec.ffn,
@@ -248,6 +282,8 @@ def _build_body(spec: ModelSpec, mesh: Mesh, config: TransformerConfig) -> Body:
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
+    if spec.kv_heads < mesh.dims.tp:
+        layer.submodules.self_attention.module = FewKeyHeads
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = HeadNorm
     sparse = replace(layer, submodules=replace(layer.submodules, mlp=SparseMLP))

@@ -23,7 +23,7 @@ class Shapes:
     tied: bool = True
     max_positions: int = 8192
 
-    def violations(self, key: str, tp: int, pp: int, sp: int = 1) -> list[str]:
+    def violations(self, key: str, tp: int, pp: int, sp: int = 1, ep: int = 1) -> list[str]:
         out = [f"{key}.tensor_model_parallel_size: {tp} does not divide {self.heads} heads"] if self.heads % tp else []
         return out + (
             [f"{key}.pipeline_model_parallel_size: {pp}, {self.num_layers} layers"] if self.num_layers % pp else []

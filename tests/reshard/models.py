@@ -9,11 +9,12 @@ import torch
 from hypothesis import strategies as st
 
 from rlscale.cluster.mesh import ParallelDims
-from rlscale.model.arch import ModelSpec
+from rlscale.model.arch import ARCHITECTURES, ModelSpec
 from rlscale.reshard import Layout, Plan, hf_shapes, rank_pieces_from_dicts
 from rlscale.reshard.transport import region
 
 Tensors = dict[str, torch.Tensor]
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
 
 
 def make_spec(**changes: Any) -> ModelSpec:
@@ -27,7 +28,8 @@ def make_spec(**changes: Any) -> ModelSpec:
 @st.composite
 def specs(draw: st.DrawFn) -> ModelSpec:
     """Models that TP 1, 2 and 4 and PP 1 and 2 can split; key-value heads from 1 to all, odd vocabularies."""
-    arch = draw(st.sampled_from(["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"]))
+    arch = draw(st.sampled_from(sorted(ARCHITECTURES)))
+    sparse = ARCHITECTURES[arch].experts is not None
     value_head = draw(st.booleans())
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     return make_spec(
@@ -36,7 +38,10 @@ def specs(draw: st.DrawFn) -> ModelSpec:
         heads=kv_heads * draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads * n >= 4])),
         head_dim=draw(st.sampled_from([2, 4])), vocab=draw(st.integers(13, 41)),
         qkv_bias=arch.startswith("Qwen2"), qk_norm=arch.startswith("Qwen3"), value_head=value_head,
-        tied=not value_head and draw(st.booleans()),
+        tied=not value_head and draw(st.booleans()), experts=4 * sparse, experts_per_token=2 * sparse,
+        expert_ffn=4 * sparse * draw(st.integers(1, 2)),
+        dense_layers=frozenset({1} if sparse and draw(st.booleans()) else ()),
+        head_bias=value_head and draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -44,7 +49,7 @@ def specs(draw: st.DrawFn) -> ModelSpec:
 def dims(draw: st.DrawFn, max_world: int = 8) -> ParallelDims:
     tp, pp = draw(st.sampled_from([(t, p) for t in (1, 2, 4) for p in (1, 2) if t * p <= max_world]))
     sp, dp = draw(st.sampled_from([(s, d) for s in (1, 2) for d in (1, 2, 3, 4) if tp * pp * s * d <= max_world]))
-    return ParallelDims(tp=tp, pp=pp, sp=sp, dp=dp)
+    return ParallelDims(tp=tp, pp=pp, sp=sp, dp=dp, ep=draw(st.sampled_from([1, tp])))
 
 
 def canonical(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Tensors:
@@ -73,6 +78,18 @@ def megatron_shards(spec: ModelSpec, dims: ParallelDims, rank: int, hf: Tensors)
         groups = torch.cat([p.reshape(spec.kv_heads, -1, spec.head_dim, *p.shape[1:]) for p in parts], 1)
         return rows(groups.reshape(-1, *parts[0].shape[1:]))
 
+    def experts(prefix: str) -> Tensors:
+        mixtral = spec.architecture.startswith("Mixtral")
+        block = prefix + ("block_sparse_moe." if mixtral else "mlp.")
+        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (
+            torch.stack([hf[f"{block}experts.{e}.{name}.weight"] for e in range(spec.experts)]) for name in names
+        )
+        whole = dims.ep == tp  # experts, or (also where tp is 1) slices of each
+        gate, up, down = (t.chunk(tp, 0 if whole else dim)[at.tp] for t, dim in ((gate, 1), (up, 1), (down, 2)))
+        out = {"router.weight": hf[block + "gate.weight"], "experts.gate_up": torch.cat([gate, up], 1)}
+        return {key: value.clone() for key, value in (out | {"experts.down": down}).items()}
+
     out: Tensors = {}
     size = spec.num_layers // dims.pp
     for local in range(size):
@@ -84,8 +101,11 @@ def megatron_shards(spec: ModelSpec, dims: ParallelDims, rank: int, hf: Tensors)
             out[m + "self_attention.q_layernorm.weight"] = hf[i + "self_attn.q_norm.weight"].clone()
             out[m + "self_attention.k_layernorm.weight"] = hf[i + "self_attn.k_norm.weight"].clone()
         out[m + "self_attention.linear_proj.weight"] = hf[i + "self_attn.o_proj.weight"].chunk(tp, 1)[at.tp].clone()
-        out[m + "mlp.linear_fc1.weight"] = torch.cat([rows(hf[i + f"mlp.{p}_proj.weight"]) for p in ("gate", "up")])
-        out[m + "mlp.linear_fc2.weight"] = hf[i + "mlp.down_proj.weight"].chunk(tp, 1)[at.tp].clone()
+        if spec.is_sparse(at.pp * size + local):
+            out |= {m + "mlp." + key: value for key, value in experts(i).items()}
+        else:
+            out[m + "mlp.linear_fc1.weight"] = torch.cat([rows(hf[i + f"mlp.{p}_proj.weight"]) for p in ("gate", "up")])
+            out[m + "mlp.linear_fc2.weight"] = hf[i + "mlp.down_proj.weight"].chunk(tp, 1)[at.tp].clone()
         out[m + "input_layernorm.weight"] = hf[i + "input_layernorm.weight"].clone()
         out[m + "pre_mlp_layernorm.weight"] = hf[i + "post_attention_layernorm.weight"].clone()
     if at.pp == 0:
@@ -94,6 +114,8 @@ def megatron_shards(spec: ModelSpec, dims: ParallelDims, rank: int, hf: Tensors)
         out["decoder.final_layernorm.weight"] = hf["model.norm.weight"].clone()
         if spec.value_head:
             out["value_head.weight"] = hf["score.weight"].clone()
+            if spec.head_bias:
+                out["value_head.bias"] = hf["score.bias"].clone()
         elif not spec.tied or dims.pp > 1:
             out["output_layer.weight"] = vocab(hf["model.embed_tokens.weight" if spec.tied else "lm_head.weight"])
     return out
@@ -114,7 +136,13 @@ def vllm_shards(spec: ModelSpec, tp: int, rank: int, hf: Tensors) -> Tensors:
         return rows(torch.cat([whole, torch.zeros(-spec.vocab % 64, whole.shape[1], dtype=whole.dtype)]))
 
     out: Tensors = {}
+    stacks: dict[str, list[torch.Tensor]] = {}
     for name, whole in hf.items():
+        if match := EXPERT.fullmatch(name):
+            down = match[3] in ("down_proj", "w2")
+            part = whole.chunk(tp, 1)[rank % tp] if down else rows(whole)
+            stacks.setdefault(f"{match[1]}.{'w2' if down else 'w13'}_weight", []).append(part)
+            continue
         prefix, _, tail = name.rpartition("self_attn.")
         if tail.startswith("q_proj"):
             leaf = tail.split(".")[1]
@@ -129,6 +157,8 @@ def vllm_shards(spec: ModelSpec, tp: int, rank: int, hf: Tensors) -> Tensors:
             out[name] = vocab(whole)
         elif not any(p in name for p in ("k_proj", "v_proj", "up_proj")):
             out[name] = whole.clone()
+    for key, parts in stacks.items():  # gate and up of one expert after the other
+        out[key] = torch.stack(parts).reshape(spec.experts, -1, parts[0].shape[1])
     return out
 
 
@@ -146,21 +176,28 @@ def vllm_layout(spec: ModelSpec, tp: int, world: int) -> Layout:
                 key = re.sub("[kv]_proj", "qkv_proj", name)
                 start, size = r // max(1, tp // spec.kv_heads) * kv, kv
                 at = q if "k_proj" in name else q + kv
-            elif "gate_proj" in name or "up_proj" in name:
+            elif re.search(r"mlp\.(gate|up)_proj", name):
                 key = re.sub("(gate|up)_proj", "gate_up_proj", name)
                 size = spec.ffn // tp
                 start, at = r * size, 0 if "gate_proj" in name else size
-            elif "o_proj" in name or "down_proj" in name:
+            elif "o_proj" in name or "mlp.down_proj" in name:
                 dim, size = 1, shape[1] // tp
                 start = r * size
             elif name in ("model.embed_tokens.weight", "lm_head.weight"):
                 rows = -(-spec.vocab // 64) * 64 // tp
                 start = r * rows
                 size = min(rows, spec.vocab - start)
+            elif match := EXPERT.fullmatch(name):
+                dim = int(match[3] in ("down_proj", "w2"))
+                size = shape[dim] // tp
+                start, at = r * size, size if match[3] in ("up_proj", "w3") else 0
+                key = f"{match[1]}.{'w2' if dim else 'w13'}_weight"
             if size <= 0:
                 continue
             index, place = [[0, n] for n in shape], [[0, n] for n in shape]
             index[dim], place[dim] = [start, start + size], [at, at + size]
+            if match := EXPERT.fullmatch(name):
+                place = [[int(match[2]), int(match[2]) + 1], *place]
             out.append({"name": name, "rank": rank, "index": index, "key": key, "at": place})
     return rank_pieces_from_dicts(out, shapes)
 
