@@ -46,6 +46,7 @@ def configure(path: str, overrides: list[str], world: int) -> tuple[Config, Mode
                 f"model.path: the model attends to a window of {window} tokens, which is not supported where "
                 f"data.max_prompt_length + data.max_response_length = {longest} exceeds it"
             )
+        found += spec.rollout_violations(cfg.rollout.tensor_model_parallel_size, detect(cfg.trainer.device))
         found += _cache_too_small(cfg, spec)
     if found:
         raise ConfigError(found)

@@ -166,6 +166,14 @@ class Engine:
 
     def _plan(self, batch: PackedBatch) -> list[ModelRow]:
         dims, budget = self.mesh.dims, self.batching.max_tokens
+        window = self.spec.sliding_window
+        if window is not None and batch.num_samples:
+            longest = int((batch.prompt_lengths[batch.group] + batch.response_lengths).max())
+            if longest > window:
+                raise ValueError(
+                    f"{self.role}: a sample has {longest} tokens, and the model attends to a window of {window}, "
+                    "which is not supported where a sample exceeds it"
+                )
         plans = plan_micro_batches(
             batch,
             dims.dp,

@@ -25,7 +25,8 @@ YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0)
 TRAINED = dict(original_max_position_embeddings=64)  # the batch is longer, and none of the frequencies stays as it was
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {  # name: tensor-parallel size, tiny model
     "llama": (1, dict(arch="llama")),
-    "mistral": (2, dict(arch="mistral", tied=False)),
+    "mistral": (2, dict(arch="mistral", tied=False, sliding_window=None)),
+    "mistral with a window that holds all": (1, dict(arch="mistral", sliding_window=160)),
     "qwen2 with biases": (2, dict(arch="qwen2")),
     "qwen2 with head size of its own": (1, dict(arch="qwen2", hidden=96)),
     "qwen3 with head size of its own": (2, dict(arch="qwen3", hidden=48)),
@@ -72,7 +73,13 @@ def test_log_probs_are_those_of_transformers(name: str) -> None:
         torch.testing.assert_close(got, expected, atol=EXACT, rtol=0)
 
 
-@pytest.mark.parametrize("tp, sp, arch, kv_heads", [(2, True, "qwen3", 1), (4, False, "qwen2", 2)])
+def test_a_sample_longer_than_the_sliding_window_is_refused() -> None:
+    folder, batch = tiny_model("mistral", sliding_window=15), random_batch()
+    with pytest.raises(ValueError, match=r"actor: a sample has \d+ tokens, and the model attends to a window of 15"):
+        worlds.run(1, forward, folder, 1, batch, "logprobs")
+
+
+@pytest.mark.parametrize("tp, sp, arch, kv_heads", [(2, True, "qwen3", 1)])
 def test_key_value_heads_shared_by_ranks_are_trained_alike(tp: int, sp: bool, arch: str, kv_heads: int) -> None:
     layout = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sp)
     folder = tiny_model(arch, tied=False, layers=2, kv_heads=kv_heads)
@@ -129,6 +136,23 @@ def test_what_is_not_built_is_refused_by_name(config: Any, said: str) -> None:
         config.architectures = [name] if "Qwen2Moe" not in name else None
     with pytest.raises(ValueError, match=said):
         ModelSpec.from_config(config)
+
+
+@pytest.mark.parametrize(
+    "spec, tp, device, said",
+    [
+        (make_spec(value_head=True), 1, "cpu", "model.path: the model has a value head"),
+        (make_spec(architecture="Qwen2ForCausalLM", heads=8, head_dim=2, hidden=8), 1, "cpu", "vLLM's Qwen2 ignores"),
+        (make_spec(architecture="MixtralForCausalLM", experts=4, expert_ffn=6, hidden=32), 4, "cpu", "width 6"),
+        (make_spec(architecture="MixtralForCausalLM", experts=2, expert_ffn=8, hidden=32), 4, "cpu", "is more than"),
+        (make_spec(architecture="MixtralForCausalLM", experts=2, expert_ffn=8, hidden=48), 1, "cpu", "multiple of 32"),
+        (make_spec(architecture="MixtralForCausalLM", experts=2, expert_ffn=8, hidden=48), 1, "cuda", ""),
+        (make_spec(), 2, "cpu", ""),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused(spec: ModelSpec, tp: int, device: str, said: str) -> None:
+    problems = spec.rollout_violations(tp, device)
+    assert len(problems) == bool(said) and all(said in problem for problem in problems), problems
 
 
 def test_an_exported_critic_is_read_as_one(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ LAYOUTS = {  # name: world, tp, pp, sequence parallel, ZeRO stage, ep
     "tp2-ep2": (2, 2, 1, False, 1, 2),
     "tp2-sp-ep2": (2, 2, 1, True, 2, 2),
     "pp2": (2, 1, 2, False, 1, 1),
-    "tp2-pp2-sp-ep2": (4, 2, 2, True, 1, 2),
 }
 
 
