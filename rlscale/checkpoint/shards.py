@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlscale.checkpoint.checksum import Checksum
 from rlscale.checkpoint.store import Damaged, Entry, Record
 from rlscale.reshard.layout import Box, Layout, Piece, intersect, subtract, volume, whole
 from rlscale.reshard.safetensors_io import TYPE_NAMES
@@ -149,7 +148,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
         for tensor in tensors.values():
             for part in _chunks(tensor):
                 output.write(part)
-    return Entry(output.size, output.crc32)
+    return Entry(output.size, output.checksum.value())
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
@@ -168,16 +167,14 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class _Output:
-    """A file written in chunks while a second thread computes the checksum of what has been written."""
+    """A file written in large pieces, whose checksum is taken on the way; flushed to the disk at the end."""
 
     def __init__(self, path: Path):
-        self.path, self.size, self.crc32 = path, 0, 0
+        self.path, self.size, self.checksum = path, 0, Checksum()
         self.small = bytearray()
-        self.pending: Future[int] | None = None
 
     def __enter__(self) -> _Output:
         self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self.pool = ThreadPoolExecutor(1, "checksum")
         return self
 
     def write(self, data: memoryview) -> None:
@@ -186,19 +183,16 @@ class _Output:
             if len(self.small) < CHUNK:
                 return
             data = memoryview(b"")
-        self._flush()
+        self._put_small()
         for start in range(0, len(data), CHUNK):
             self._put(data[start : start + CHUNK])
 
-    def _flush(self) -> None:
-        if self.small:
-            data, self.small = self.small, bytearray()
-            self._put(memoryview(data))
+    def _put_small(self) -> None:
+        data, self.small = self.small, bytearray()
+        self._put(memoryview(data))
 
     def _put(self, data: memoryview) -> None:
-        if self.pending is not None:
-            self.crc32 = self.pending.result()
-        self.pending = self.pool.submit(zlib.crc32, data, self.crc32)
+        self.checksum.update(data)
         self.size += len(data)
         while data:
             data = data[os.write(self.file, data) :]
@@ -206,11 +200,9 @@ class _Output:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._flush()
+                self._put_small()
                 os.fsync(self.file)
-                self.crc32 = self.pending.result() if self.pending else 0
         finally:
-            self.pool.shutdown()
             os.close(self.file)
 
 

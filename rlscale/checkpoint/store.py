@@ -6,12 +6,12 @@
         run.json, layout.json, rank_00000.json, rank_00000.safetensors, ...
       step_000040.partial/    being written, or left by a run that was killed
       step_000030.damaged/    what a run that wanted to resume found damaged
+      step_000050.abandoned/  of a run that was resumed from an earlier step by the user's choice
       step_000010.deleted/    being deleted
 
 A checkpoint is written beside the others, flushed to the disk and made current by one rename, so that whoever is killed
 at whatever moment leaves the previous ones untouched. Only then may older ones go, chosen by what is on the disk and
-not by what a process remembers. Checksums are CRC-32: they find every flipped byte, and cost a quarter of a second a
-gigabyte.
+not by what a process remembers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlscale.checkpoint.checksum import Checksum, checksum
+
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the files of a checkpoint; another number is refused
-PARTIAL, DAMAGED, DELETED = ".partial", ".damaged", ".deleted"
+PARTIAL, DELETED, DAMAGED, ABANDONED = ".partial", ".deleted", ".damaged", ".abandoned"
 CHUNK = 8 * 2**20  # bytes read at a time
 
 
@@ -41,7 +43,7 @@ class Entry:
     """What the manifest says of a file."""
 
     size: int
-    crc32: int
+    checksum: int
 
 
 @dataclass
@@ -65,10 +67,10 @@ class Record:
         """
         for name in self.files if names is None else names:
             try:
-                found = checksum(self.path / name)
+                found = checksum_of(self.path / name)
             except OSError as error:
                 raise Damaged(f"{self.path / name} cannot be read: {error.strerror or error}") from error
-            if found != self.files[name].crc32:
+            if found != self.files[name].checksum:
                 raise Damaged(f"{self.path / name}: its content has changed since it was written (checksum)")
 
 
@@ -137,7 +139,7 @@ class Store:
         content = {"format": FORMAT, "step": step, "files": {n: asdict(e) for n, e in sorted(files.items())}}
         content["notes"] = dict(notes)
         partial = self.partial(step)
-        write_json(partial / MANIFEST, content | {"crc32": _digest(content)})
+        write_json(partial / MANIFEST, content | {"digest": _digest(content)})
         flush_folder(partial)
         final = self.path(step)
         if final.exists():
@@ -182,10 +184,10 @@ class Store:
             shutil.rmtree(path)
         return sorted(path.name for path in stale)
 
-    def set_aside(self, step: int) -> Path:
-        """Take a damaged checkpoint out of the way, so that it neither counts nor is looked at again."""
+    def set_aside(self, step: int, ending: str = DAMAGED) -> Path:
+        """Take a checkpoint out of the way, so that it neither counts nor is looked at again."""
         path = self.path(step)
-        target = path.with_name(path.name + DAMAGED)
+        target = path.with_name(path.name + ending)
         if target.exists():
             shutil.rmtree(target)
         path.rename(target)
@@ -208,13 +210,13 @@ def read_record(path: Path) -> Record:
     """
     try:
         content = json.loads((path / MANIFEST).read_bytes())
-        crc = content.pop("crc32")
+        digest = content.pop("digest")
         known = content["format"]
     except FileNotFoundError:
         raise Damaged(f"{path}: has no {MANIFEST}, so it is no complete checkpoint") from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damaged(f"{path / MANIFEST}: cannot be read as a manifest ({error})") from error
-    if crc != _digest(content):
+    if digest != _digest(content):
         raise Damaged(f"{path / MANIFEST}: its content has changed since it was written (checksum)")
     if known != FORMAT:
         raise Damaged(f"{path / MANIFEST}: format {known} is of another version of rlscale, which reads {FORMAT}")
@@ -229,13 +231,13 @@ def read_record(path: Path) -> Record:
     return Record(path, int(content["step"]), files, content["notes"])
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    crc = 0
+def checksum_of(path: Path) -> int:
+    """The checksum of a file."""
+    out = Checksum()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
+            out.update(chunk)
+    return out.value()
 
 
 def write_json(path: Path, value: Any) -> Entry:
@@ -245,7 +247,7 @@ def write_json(path: Path, value: Any) -> Entry:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return Entry(len(data), zlib.crc32(data))
+    return Entry(len(data), checksum(data))
 
 
 def flush_folder(path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlscale.data import files, reasoning_gym, tasks
@@ -104,6 +105,7 @@ class PromptData:
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
         return order
 
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of all prompt tokens in order."""
         digest = hashlib.sha256()
@@ -119,7 +121,7 @@ class PromptData:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "size": len(self.prompts),
-            "fingerprint": self.fingerprint(),
+            "fingerprint": self.fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from rlscale.config import Config, save
 
 METRICS = "metrics.jsonl"
 #: what belongs to one run in a run folder; a new run moves it aside
-FILES = ("config.yaml", METRICS, "summary.json", "tensorboard", "rollouts", "plots")
+FILES = ("config.yaml", METRICS, "summary.json", "tensorboard", "rollouts", "plots", "checkpoints", "export")
 
 
 class RunWriter:
@@ -30,7 +30,7 @@ class RunWriter:
         run_dir: made if needed. A new run (``resume_step`` None) moves the files of an earlier one to
             ``previous/<number>/``.
         rank: of this process.
-        resume_step: last step of the state that the run continues from; records of later steps are dropped.
+        resume_step: last step of the state that the run continues from; what is of later steps is dropped.
 
     Raises:
         ValueError: the folder cannot be made or written.
@@ -50,7 +50,7 @@ class RunWriter:
             if resume_step is None:
                 _set_aside(self.run_dir)
             else:
-                _drop_after(self.run_dir / METRICS, resume_step)
+                _drop_after(self.run_dir, resume_step)
             save(config, self.run_dir / "config.yaml")
             if "jsonl" in config.trainer.logger:
                 self._file = open(self.run_dir / METRICS, "a", encoding="utf-8")
@@ -86,6 +86,13 @@ class RunWriter:
         partial.replace(path)
         return path
 
+    def flush(self) -> None:
+        """Put the records so far on the disk, where they outlast a power failure."""
+        if self._file:
+            os.fsync(self._file.fileno())
+        if self._tensorboard:
+            self._tensorboard.flush()
+
     def close(self) -> None:
         """Flush and close; further calls do nothing."""
         if self._file:
@@ -101,17 +108,22 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: there is no such file, or a line other than the last is not a JSON object.
     """
-    path = Path(run_dir) / METRICS
-    if not path.is_file():
-        raise ValueError(f"no such file: {path}")
     by_step: dict[int, dict[str, Any]] = {}
-    for record in _records(path):
+    for record in read_records(run_dir):
         by_step.setdefault(record["step"], {}).update({k: v for k, v in record.items() if v is not None})
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """The complete records of the file; a last line without its end (the run was killed) is left out."""
+def read_records(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The complete records of metrics.jsonl as they stand there; a last line without its end (the run was killed) is
+    left out.
+
+    Raises:
+        ValueError: as `read_metrics`.
+    """
+    path = Path(run_dir) / METRICS
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
     lines = path.read_text(encoding="utf-8").split("\n")
     records = []
     for number, line in enumerate(lines[:-1], 1):
@@ -123,12 +135,19 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Keep the complete records up to ``step``, by an atomic replacement."""
+def _drop_after(run_dir: Path, step: int) -> None:
+    """Keep the complete records up to ``step``, by an atomic replacement, and the rollouts up to it."""
+    for rollouts in run_dir.glob("rollouts/*_*.jsonl"):
+        number = rollouts.stem.rpartition("_")[2]
+        if number.isdigit() and int(number) > step:
+            rollouts.unlink()
+    path = run_dir / METRICS
     if not path.is_file():
         return
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(r) + "\n" for r in _records(path) if r["step"] <= step), encoding="utf-8")
+    partial.write_text(
+        "".join(json.dumps(r) + "\n" for r in read_records(run_dir) if r["step"] <= step), encoding="utf-8"
+    )
     partial.replace(path)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlscale.checkpoint import shards as module
 from rlscale.checkpoint.shards import LAYOUT, Shards, collect, file_of, share_out, snapshot, write_tensors
-from rlscale.checkpoint.store import Damaged, Store, checksum, write_json
+from rlscale.checkpoint.store import Damaged, Store, checksum_of, write_json
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard.layout import Layout, Piece, volume, whole
@@ -142,7 +142,7 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
     }
     entry = write_tensors(tmp_path / "x.safetensors", tensors)
     assert entry.size == (tmp_path / "x.safetensors").stat().st_size
-    assert entry.crc32 == checksum(tmp_path / "x.safetensors")
+    assert entry.checksum == checksum_of(tmp_path / "x.safetensors")
     for found in (load_file(tmp_path / "x.safetensors"), module._mapped(tmp_path / "x.safetensors")):
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

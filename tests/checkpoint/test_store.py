@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlscale.checkpoint import store as module
-from rlscale.checkpoint.store import Damaged, Retention, Store, checksum, read_record, write_json
+from rlscale.checkpoint.store import Damaged, Retention, Store, checksum_of, read_record, write_json
 
 
 def make(store: Store, step: int, metrics: dict[str, float] | None = None, content: str = "hello") -> Path:
@@ -34,7 +34,7 @@ def test_a_checkpoint_appears_whole(tmp_path: Path) -> None:
     record = store.open(7)
     record.verify()
     assert record.json("run.json") == ["hello", 7] and record.step == 7
-    assert checksum(path / "run.json") == record.files["run.json"].crc32
+    assert checksum_of(path / "run.json") == record.files["run.json"].checksum
     assert make(store, 7, content="anew") == path and store.open(7).json("run.json") == ["anew", 7]
     assert [p.name for p in store.root.iterdir()] == [path.name]
 

@@ -1,0 +1,145 @@
+"""What saving costs: a checkpoint beside the same bytes written to plain files, side by side.
+
+    python tools/bench_checkpoint.py [--ranks 2] [--rounds 5] [--folder runs] [--model models/SmolLM2-135M-Instruct]
+
+
+Each round does four things in turn, from a quiet disk: plain files (one a rank, written in large pieces and flushed),
+a save in the step, an asynchronous save with the time for which it blocks and until it is complete, and a load by the
+same ranks. The tensors are fp32 master weights and both AdamW moments of the model, divided over the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rlscale.checkpoint import Content, Retention, Saver, Shards, Store
+from rlscale.checkpoint.shards import State, collect
+from rlscale.cluster.device import free_port
+from rlscale.model.arch import ModelSpec
+from rlscale.reshard.layout import Layout, Piece, whole
+from rlscale.reshard.megatron import hf_shapes
+from rlscale.reshard.zero import Fragment, zero_layout
+
+PIECE = 8 * 2**20
+
+
+def model_states(model: str, rank: int, ranks: int) -> dict[str, State]:
+    """Three states of the model, each tensor's elements divided evenly over the ranks as ZeRO does."""
+    shapes = hf_shapes(ModelSpec.from_hf(model))
+    replicas = Layout(shapes, [Piece(n, r, whole(s), n, whole(s)) for r in range(ranks) for n, s in shapes.items()])
+    fragments: dict[int, list[Fragment]] = {r: [] for r in range(ranks)}
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel()
+        for r in range(ranks):
+            fragments[r].append(Fragment(name, shape, size * r // ranks, size * (r + 1) // ranks))
+    layout = zero_layout(replicas, fragments)
+    states: dict[str, State] = {}
+    for state in ("master", "exp_avg", "exp_avg_sq"):
+        buffers = {}
+        for fragment in fragments[rank]:
+            buffers.update(fragment.views(torch.randn(fragment.stop - fragment.start)))
+        states[f"actor/{state}"] = (layout, buffers)
+    return states
+
+
+def plain_write(path: Path, tensors: list[torch.Tensor]) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for tensor in tensors:
+        data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        while data:
+            data = data[os.write(handle, data[:PIECE]) :]
+    os.fsync(handle)
+    os.close(handle)
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds until all ranks have done it."""
+    if dist.get_rank() == 0:
+        os.sync()
+    dist.barrier()
+    started = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def measure(rank: int, args: argparse.Namespace, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
+    torch.set_num_threads(1)
+    states = model_states(args.model, rank, args.ranks)
+    content = Content(states, {"step": 1})
+    whole_blocks = torch.cat([t.reshape(-1) for t in collect(states, rank).tensors.values()])
+    root = Path(folder)
+    savers = {kind: Saver(Store(root / kind), Retention(keep_last=1), asynchronous=kind == "beside")
+              for kind in ("step", "beside")}  # fmt: skip
+    rows: dict[str, list[float]] = {name: [] for name in ("plain", "save", "blocked", "complete", "load")}
+    for number in range(1, args.rounds + 2):
+        row = {"plain": timed(lambda: plain_write(root / f"plain{rank}", [whole_blocks]))}
+        row["save"] = timed(lambda n=number: savers["step"].save(n, content))
+        started = time.perf_counter()
+        row["blocked"] = timed(lambda n=number: savers["beside"].save(n, content))
+        savers["beside"].wait()
+        row["complete"] = time.perf_counter() - started
+        row["load"] = timed(lambda n=number: load(savers["step"].store, n, states, rank))
+        if number > 1:  # the first round makes the memory of the copies
+            for name, seconds in row.items():
+                rows[name].append(seconds)
+    if rank == 0:
+        report(rows, whole_blocks.numel() * 4 * args.ranks)
+    dist.destroy_process_group()
+
+
+def load(store: Store, step: int, states: dict[str, State], rank: int) -> None:
+    record = store.open(step)
+    record.verify(sorted(record.files)[rank :: dist.get_world_size()])
+    shards = Shards(record)
+    for state, (layout, buffers) in states.items():
+        shards.read(state, layout.of_rank(rank), buffers)
+
+
+def report(rows: dict[str, list[float]], size: int) -> None:
+    print(f"{size / 2**20:.0f} MiB; median of {len(rows['plain'])} rounds, ratio to plain files of the same round")
+    for name, text in (
+        ("plain", "plain files, flushed"),
+        ("save", "save in the step"),
+        ("blocked", "asynchronous save: the step waits"),
+        ("complete", "asynchronous save: until it is complete"),
+        ("load", "load, checksums compared"),
+    ):
+        ratio = statistics.median(a / b for a, b in zip(rows[name], rows["plain"], strict=True))
+        print(f"  {text:40} {statistics.median(rows[name]):7.3f} s   {ratio:5.2f}")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="Hugging Face folder")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default="runs", help="where to write (on the disk that matters)")
+    args = parser.parse_args(argv)
+    Path(args.folder).mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix="bench_checkpoint-", dir=args.folder)
+    try:
+        mp.spawn(measure, (args, free_port(), folder), nprocs=args.ranks)
+    finally:
+        shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
