@@ -289,13 +289,12 @@ def _layout(
             f"{key}.sequence_parallel splits what tensor parallelism leaves "
             f"whole and needs {tp_key} > 1, not 1; set one or the other",
         )
-    if p.zero_stage == 3:
-        why = (
-            "its broadcasts over the whole world inside the forward pass deadlock with pipeline stages"
-            if pp > 1
-            else "it is not shown yet that it gives the same numbers here"
+    if p.zero_stage == 3 and pp > 1:
+        yield Violation(
+            (zero_key, pp_key),
+            f"{zero_key} is 3 with {pp_key} {pp}: ZeRO-3 compares over the whole world, inside the forward pass, which "
+            "weights it gathers, and pipeline stages gather different ones, at different times; use zero_stage 1 or 2",
         )
-        yield Violation((zero_key,), f"{zero_key} is 3: ZeRO-3 is refused, {why}; use 1 or 2")
     if p.zero_stage == 2 and pp > 1 and spec is not None and spec.tied and not own_head:
         yield Violation(
             (zero_key, pp_key),

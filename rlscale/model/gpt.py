@@ -140,11 +140,41 @@ class Body(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
-    def head_weight(self) -> Tensor:
+    def head_weight(self) -> nn.Parameter:
         """[vocab / tp, hidden] output weight of the last stage."""
         if self.share_embeddings_and_output_weights and self.pre_process:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight
+
+
+class VocabHead(nn.Module):
+    """Log-probs, and entropies, of given tokens: the output layer of the last stage.
+
+    Its weight belongs to another module, the output layer or (tied) the embedding. That this is a module of its own
+    lets ZeRO-3, which gathers weights for the modules that use them, gather this one for as long as it is needed here.
+    """
+
+    def __init__(self, weight: nn.Parameter, spec: ModelSpec, mesh: Mesh, temperature: float, chunk: int):
+        super().__init__()
+        self.shared = (weight,)  # a tuple, so that it is no parameter of this module
+        self.spec, self.mesh, self.temperature, self.chunk = spec, mesh, temperature, chunk
+
+    def forward(self, hidden: Tensor, targets: Tensor, with_entropy: bool, entropy_grad: bool) -> Tensor:
+        """[1, t] fp32 log-probs of ``targets`` [t] from ``hidden`` [t, hidden]; [2, t] with entropies."""
+        (weight,) = self.shared
+        logprob, entropy = vocab_parallel_logprob_entropy(
+            hidden,
+            weight,
+            targets,
+            temperature=self.temperature,
+            chunk=self.chunk,
+            tp_group=self.mesh.tp_group if self.mesh.dims.tp > 1 else None,
+            vocab_start=self.mesh.coords.tp * weight.shape[0],
+            vocab_real=self.spec.vocab,
+            with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
+        )
+        return logprob[None] if entropy is None else torch.stack((logprob, entropy))
 
 
 class Stage(nn.Module):
@@ -153,11 +183,12 @@ class Stage(nn.Module):
     def __init__(self, spec: ModelSpec, mesh: Mesh, config: TransformerConfig, *, temperature: float, head_chunk: int):
         super().__init__()
         self.spec, self.mesh, self.config = spec, mesh, config
-        self.temperature, self.head_chunk = temperature, head_chunk
         self.body = _build_body(spec, mesh, config)
         self.model_type = self.body.model_type  # Megatron's schedules ask for it
         if spec.value_head and mesh.is_last_stage:
             self.value_head = nn.Linear(spec.hidden, 1, bias=spec.head_bias, dtype=config.params_dtype)
+        elif mesh.is_last_stage:
+            self.head = VocabHead(self.body.head_weight(), spec, mesh, temperature, head_chunk)
         self.inv_freq: Tensor
         self.register_buffer("inv_freq", torch.tensor(spec.inv_freq, dtype=torch.float32), persistent=False)
         self.with_entropy = False  # compute the entropy of each predicted token
@@ -200,21 +231,7 @@ class Stage(nn.Module):
         hidden = hidden.squeeze(1).index_select(0, row.predictors)
         if self.spec.value_head:
             return self.value_head(hidden).float().t()
-        weight = self.body.head_weight()
-        vocab_start = self.mesh.coords.tp * weight.shape[0]
-        logprob, entropy = vocab_parallel_logprob_entropy(
-            hidden,
-            weight,
-            row.targets,
-            temperature=self.temperature,
-            chunk=self.head_chunk,
-            tp_group=self.mesh.tp_group if self.mesh.dims.tp > 1 else None,
-            vocab_start=vocab_start,
-            vocab_real=self.spec.vocab,
-            with_entropy=self.with_entropy,
-            entropy_grad=self.entropy_grad and torch.is_grad_enabled(),
-        )
-        return logprob[None] if entropy is None else torch.stack((logprob, entropy))
+        return self.head(hidden, row.targets, self.with_entropy, self.entropy_grad and torch.is_grad_enabled())
 
 
 def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_parallel: bool, recompute: bool) -> Any:

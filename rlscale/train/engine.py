@@ -101,6 +101,7 @@ class Engine:
         megatron_cpu.seed_model_parallel(seed, self.mesh.coords.tp, self.mesh.coords.pp)
         self.stage = Stage(spec, self.mesh, config, temperature=temperature, head_chunk=batching.head_chunk)
         self.stage.to(device.torch_device)
+        self.engine: Any = None
         self._load(path, seed)
         self.engine = self._deepspeed(optim) if optim is not None else None
         if self.engine is None:
@@ -109,28 +110,39 @@ class Engine:
     # ---- construction
 
     @cached_property
-    def layout(self) -> Layout:
-        """Which rank holds which slice of which canonical tensor, in which of `tensors`."""
+    def model_layout(self) -> Layout:
+        """Which rank's parameters have which slice of which canonical tensor, by their keys in `parameters`."""
         return megatron_layout(self.spec, self.mesh.dims)
 
     @cached_property
     def partitions(self) -> Layout:
         """Layout of what ZeRO partitions over the data-parallel ranks, with keys as `train.zero.states` has them.
 
-        Collective over the world when it is first asked for.
+        Collective over the world when it is first asked for, as is `layout` under ZeRO-3.
         """
-        return zero.partition_layout(self, self.layout)
+        return zero.partition_layout(self, self.model_layout)
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank holds which slice of which canonical tensor, in which of `tensors`."""
+        return self.partitions if self._weights_partitioned else self.model_layout
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank holds of its parameters in the working dtype, by keys of `layout`: under ZeRO-3 its part."""
+        if self._weights_partitioned:
+            return zero.partitioned_weights(self)
+        return {key: parameter.data for key, parameter in self.parameters().items()}
+
+    @property
+    def _weights_partitioned(self) -> bool:
+        return self.engine is not None and self.parallel.zero_stage == 3
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters by their keys in the layout of the whole parameters."""
+        """This rank's parameters by their keys in `model_layout`; under ZeRO-3 they are empty between passes."""
         out = dict(self.stage.body.named_parameters())
         if hasattr(self.stage, "value_head"):
             out |= {f"value_head.{name}": p for name, p in self.stage.value_head.named_parameters()}
         return out
-
-    def tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters in the working dtype, by their keys in the layout."""
-        return {key: parameter.data for key, parameter in self.parameters().items()}
 
     def _load(self, path: str, seed: int) -> None:
         """Read this rank's slices of the folder; a value head that it lacks is drawn anew, small, from ``seed``."""
@@ -160,6 +172,8 @@ class Engine:
         # DeepSpeed re-arms its post-backward work only in engine.forward. In the cool-down of 1F1B two backwards run
         # with no forward between them, and without this the gradient of the last micro-batch would silently be dropped.
         self.stage.on_backward = engine.optimizer.clear_backward_seen_flag
+        if self.parallel.zero_stage == 3 and hasattr(self.stage, "head"):
+            deepspeed.zero.register_external_parameter(self.stage.head, *self.stage.head.shared)
         return engine
 
     # ---- running micro-batches
@@ -269,8 +283,8 @@ class Engine:
             loss, sums = loss_fn(self._out(out), micro)
             logged = {name: value.detach() for name, value in sums.items()}
             if row.rows.numel() == 0:
-                # the graph must still reach every parameter, so that collectives in the backward match over ranks
-                loss = out.sum() * 0 + sum(p.sum() * 0 for p in self._head_parameters())
+                # the graph still reaches every parameter, so that collectives in the backward match over ranks
+                loss = out.sum() * 0
             # a loss that is not finite must make the gradient so, which is what all ranks are asked about in the step
             return loss * (scale + 0 * loss.detach()), {"loss": loss.detach().clone(), **logged}
 
@@ -313,9 +327,6 @@ class Engine:
         if self.spec.value_head:
             return ModelOut(values=out[0])
         return ModelOut(logprobs=out[0], entropy=out[1] if out.shape[0] > 1 else None)
-
-    def _head_parameters(self) -> list[Tensor]:
-        return [self.stage.value_head.weight] if self.spec.value_head else [self.stage.body.head_weight()]
 
     def _sum(self, records: list[dict[str, Tensor]]) -> dict[str, float]:
         mine: dict[str, float] = {}

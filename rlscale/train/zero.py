@@ -44,6 +44,11 @@ def deepspeed_config(stage: int, optim: OptimConfig, dtype: torch.dtype) -> dict
             "overlap_comm": False,
             "reduce_bucket_size": 20_000_000,
             "allgather_bucket_size": 20_000_000,
+            # ZeRO-3, in elements: weights that stay whole (norms, biases), and how much is gathered ahead or kept
+            "stage3_param_persistence_threshold": 10_000,
+            "stage3_prefetch_bucket_size": 20_000_000,
+            "stage3_max_live_parameters": 100_000_000,
+            "stage3_max_reuse_distance": 100_000_000,
         },
         "optimizer": {
             "type": "AdamW",
@@ -170,14 +175,26 @@ def _parts(engine: Engine) -> Iterator[_Part]:
 
 
 def _stage3_parts(engine: Engine, flats: list[Tensor]) -> Iterator[_Part]:
-    """Every parameter is cut into equal parts over the data-parallel group, the last of them padded."""
     keys = {id(parameter): key for key, parameter in engine.parameters().items()}
     for flat, group in zip(flats, _optimizer(engine).fp16_groups, strict=True):
         offset = 0
         for parameter in group:
-            size = parameter.partition_numel()
-            start = dist.get_rank(parameter.ds_process_group) * size
-            stop = min(start + size, parameter.ds_numel)
-            if start < stop:
-                yield _Part(Fragment(keys[id(parameter)], tuple(parameter.ds_shape), start, stop), flat, offset)
-            offset += size
+            yield _Part(_stage3_fragment(keys[id(parameter)], parameter), flat, offset)
+            offset += parameter.partition_numel()
+
+
+def _stage3_fragment(key: str, parameter: Any) -> Fragment:
+    """This rank's part: equal parts of every parameter over the data-parallel group, the last ones padded or empty."""
+    size = parameter.partition_numel()
+    start = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
+    return Fragment(key, tuple(parameter.ds_shape), start, min(start + size, parameter.ds_numel))
+
+
+def partitioned_weights(engine: Engine) -> dict[str, Tensor]:
+    """Under ZeRO-3 this rank's part of the working weights, as views with the keys of `partition_layout`."""
+    out: dict[str, Tensor] = {}
+    for key, parameter in engine.parameters().items():
+        fragment = _stage3_fragment(key, parameter)
+        values: Tensor = parameter.ds_tensor.data  # type: ignore[attr-defined]
+        out.update(fragment.views(values[: fragment.stop - fragment.start]))
+    return out

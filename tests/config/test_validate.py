@@ -125,9 +125,8 @@ CASES: list[tuple[str, Callable[[Config], None], list[str]]] = [  # name, what i
         layout("actor", sequence_parallel=True),
         ["actor.parallel.sequence_parallel", "tensor_model_parallel_size > 1"],
     ),
-    ("zero 3", layout("actor", zero_stage=3), ["actor.parallel.zero_stage is 3", "not shown yet"]),
-    ("zero 3 pp", layout("actor", zero_stage=3, **{PP: 2}), ["actor.parallel.zero_stage is 3", "deadlock"]),
-    ("critic zero 3", both(gae, layout("critic", zero_stage=3)), ["critic.parallel.zero_stage is 3"]),
+    ("zero 3 pp", layout("actor", zero_stage=3, **{PP: 2}), ["actor.parallel.zero_stage is 3", "whole world"]),
+    ("critic zero 3 pp", both(gae, layout("critic", zero_stage=3, **{PP: 2})), ["critic.parallel.zero_stage is 3"]),
     (
         "rollout tp",
         put("rollout.tensor_model_parallel_size", 4),
@@ -239,8 +238,14 @@ def test_a_critic_with_its_own_value_head_may_use_zero_2_with_pp(config: Config)
     assert check(config, 2, spec=Shapes()) == []
 
 
+def test_zero_3_is_for_any_layout_without_pipeline(config: Config) -> None:
+    config.actor.parallel.zero_stage = 3
+    config.actor.parallel.tensor_model_parallel_size, config.actor.parallel.sequence_parallel = 2, True
+    assert check(config, 4) == []
+
+
 def test_what_is_not_used_is_not_checked(config: Config) -> None:
-    config.critic.parallel.zero_stage = 3
+    config.critic.parallel.zero_stage, config.critic.parallel.pipeline_model_parallel_size = 3, 2
     config.critic.ppo_mini_batch_size = 5
     config.critic.path = "./nowhere"
     config.actor.use_dynamic_bsz = False
