@@ -243,6 +243,8 @@ class Engine:
         self.stage.eval()
         with torch.no_grad():
             self._run(self._plan(batch), consume, forward_only=True)
+        if self._weights_partitioned:
+            self.engine.optimizer.empty_partition_cache()  # DeepSpeed keeps what it expects to use again soon
         on_device = result.to(self.device.torch_device)
         dist.all_reduce(on_device)
         return on_device.cpu()

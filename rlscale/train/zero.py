@@ -114,6 +114,7 @@ def after_load(engine: Engine) -> None:
     if engine.parallel.zero_stage < 3:
         optimizer.update_lp_params()
         return
+    optimizer.empty_partition_cache()  # what is gathered now is out of date
     with torch.no_grad():
         for working, master in zip(
             optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True

@@ -18,6 +18,8 @@ CASES = {  # name: world, TP, PP, ZeRO stage, dtype
     "dp2-zero1-bf16": (2, 1, 1, 1, torch.bfloat16),
     "dp2-zero2": (2, 1, 1, 2, torch.float32),
     "dp2-zero2-bf16": (2, 1, 1, 2, torch.bfloat16),
+    "dp2-zero3": (2, 1, 1, 3, torch.float32),
+    "dp2-zero3-bf16": (2, 1, 1, 3, torch.bfloat16),
     "tp2-zero1": (2, 2, 1, 1, torch.float32),
     "pp2-zero1-bf16": (2, 1, 2, 1, torch.bfloat16),
     "pp2-dp2-zero2": (4, 1, 2, 2, torch.float32),
@@ -47,10 +49,11 @@ def loss_fn(out: Any, micro: Any) -> Any:
 
 def state(engine: Any) -> list[torch.Tensor]:
     """Copies of everything that a step changes: weights, fp32 masters, moments, the count of steps."""
-    optimizer = engine.engine.optimizer.optimizer
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = [v for p in masters for v in optimizer.state[p].values() if torch.is_tensor(v)]
-    return [t.detach().clone() for t in (*engine.tensors().values(), *masters, *moments)]
+    from rlscale.train import zero
+
+    states = [tensor for _, tensors in zero.states(engine).values() for tensor in tensors.values()]
+    step = torch.tensor(zero.optimizer_step(engine))
+    return [t.detach().clone() for t in (*engine.tensors().values(), *states, step)]
 
 
 def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:

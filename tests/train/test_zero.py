@@ -20,18 +20,22 @@ LAYOUTS = {  # world, and fields of the layout
     "dp2-zero2": (2, dict(zero_stage=2)),
     "tp2": (2, dict(tensor_model_parallel_size=2)),
     "pp2": (2, dict(pipeline_model_parallel_size=2)),
+    "dp2-zero3": (2, dict(zero_stage=3)),
+    "tp2-dp2-zero3": (4, dict(zero_stage=3, tensor_model_parallel_size=2)),
+    "ulysses2-zero1": (2, dict(ulysses_sequence_parallel_size=2)),
 }
 STEPS = 2
 
 
-def make_engine(folder: str, fields: dict[str, Any], dtype: torch.dtype) -> Any:
+def make_engine(folder: str, fields: dict[str, Any], dtype: torch.dtype, value_head: bool = False) -> Any:
     from rlscale.cluster.device import init_distributed
     from rlscale.model.arch import ModelSpec
     from rlscale.train.engine import Batching, Engine
 
+    spec = ModelSpec.from_hf(folder)
     return Engine(
-        "actor",
-        ModelSpec.from_hf(folder),
+        "critic" if value_head else "actor",
+        spec.as_critic() if value_head else spec,
         folder,
         ParallelConfig(**fields),
         OptimConfig(**OPTIM),
@@ -54,11 +58,16 @@ def train_and_report(folder: str, fields: dict[str, Any], dtype: torch.dtype) ->
         mine = layout.of_rank(engine.device.rank)
         shards[name] = [(p.name, p.index, region(tensors[p.key], p).clone()) for p in mine]
     rounded = all(
-        torch.equal(part.of(part.flat).to(dtype), engine.tensors()[f.key].flatten()[f.start : f.stop])
-        for part in zero._parts(engine)
-        for f in [part.fragment]
+        torch.equal(part.of(part.flat).to(dtype), working(engine, part.fragment)) for part in zero._parts(engine)
     )
     return zero.optimizer_step(engine), shards, rounded
+
+
+def working(engine: Any, fragment: Any) -> Tensor:
+    """[n] working weights of the fragment, which under ZeRO-3 are the beginning of the rank's part."""
+    if engine.parallel.zero_stage == 3:
+        return engine.parameters()[fragment.key].ds_tensor.data[: fragment.stop - fragment.start]
+    return engine.tensors()[fragment.key].flatten()[fragment.start : fragment.stop]
 
 
 @functools.cache
@@ -102,7 +111,7 @@ def test_states_equal_those_of_one_process(name: str) -> None:
     assert all(value.all() for value in seen.values())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["dp2-zero1", "dp2-zero2", "pp2", "tp2-dp2-zero3"])
 def test_states_of_bf16_weights_are_fp32_and_near(name: str) -> None:
     world, fields = LAYOUTS[name]
     folder, states, _ = reference("qwen2" if name == "tp2" else "qwen3", name != "dp2-zero2")
@@ -142,7 +151,13 @@ def hand_over(folder: str, before: dict[str, Any], after: dict[str, Any], dtype:
     return {"same": same, "norms": norms, "shards": shards, "step": zero.optimizer_step(new)}
 
 
-HAND_OVERS = [("dp2-zero1", "tp2"), ("tp2", "pp2"), ("pp2", "dp2-zero2")]
+HAND_OVERS = [  # by way of every layout of two ranks
+    ("dp2-zero1", "tp2"),
+    ("tp2", "pp2"),
+    ("pp2", "dp2-zero3"),
+    ("dp2-zero3", "dp2-zero2"),
+    ("dp2-zero2", "ulysses2-zero1"),
+]
 
 
 @pytest.mark.parametrize("before, after", HAND_OVERS)
@@ -157,9 +172,10 @@ def test_the_next_update_under_another_layout_is_that_of_the_unbroken_run(before
                 assert distance(mine, whole[tuple(slice(lo, hi) for lo, hi in index)], whole) < 1e-5, (state, tensor)
 
 
-def test_bf16_weights_follow_loaded_masters_exactly() -> None:
-    """ZeRO-1 and ZeRO-2 have different optimizers for bf16 weights; over equal ranks they compute the same."""
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 3), (3, 1)])
+def test_bf16_weights_follow_loaded_masters_exactly(before: int, after: int) -> None:
+    """Each stage has another optimizer for bf16 weights; over equal ranks they compute the same."""
     folder, _, _ = reference("qwen3", True)
-    for result in worlds.run(2, hand_over, folder, dict(zero_stage=1), dict(zero_stage=2), torch.bfloat16):
+    for result in worlds.run(2, hand_over, folder, dict(zero_stage=before), dict(zero_stage=after), torch.bfloat16):
         assert result["same"]
         assert result["norms"][0] == pytest.approx(result["norms"][1], rel=1e-3)
