@@ -7,22 +7,30 @@ Both sides start from the same Megatron shards and end with the same fused param
 that between two barriers. Both reuse their buffers and views, and both first try the bucket sizes of ``--buckets`` and
 keep their best. CPU time is that of all ranks, which the load of other programs changes less.
 
-The gather side packs a bucket of shards, all-gathers it over TP (`all_gather_into_tensor`) and broadcasts it over PP,
-all stages at once; then each rank copies its slices straight out of the gathered bucket, without the whole tensors in
-between that veRL and vLLM's loader build. The plan side is `Transfer.into`.
+The gather side packs a bucket of shards, all-gathers it over TP (`all_gather_into_tensor`), puts the whole tensors
+together, broadcasts these over PP, all stages at once, and then every rank slices out of them what it needs. "direct"
+is the same without whole tensors: each rank copies its slices straight out of the gathered shards, which no loader of
+whole tensors can do. The plan side is `Transfer.into`.
 
 Without ``--model`` (a folder with config.json; weights are random in any case) the model has the shapes of a Qwen3 of
 about 0.5 GB in bf16.
+
+    deepspeed --num_gpus 4 tools/bench_reshard.py --source pp=2,dp=2 --load models/SmolLM2-135M-Instruct
+
+instead reads a folder into the layout and shows, for every rank, the bytes that it read and by how much its memory grew
+at most, beside the size of its shard. Linux counts that peak (VmHWM, reset through /proc/self/clear_refs).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +42,14 @@ import torch.distributed as dist
 from rlscale.cluster.device import init_distributed
 from rlscale.cluster.mesh import Mesh, ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import Layout, Piece, Plan, Transfer, megatron_layout, plan
+from rlscale.reshard import Layout, Piece, Plan, Transfer, load_pieces, megatron_layout, plan
 from rlscale.reshard.layout import intersect
 from rlscale.reshard.transport import region
 
 MB = 2**20
 Tensors = dict[str, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
+Group = list[tuple[str, tuple[int, ...], int]]  # key, shape, bytes of the local buffers of one bucket
 SHAPE = ModelSpec(
     architecture="Qwen3ForCausalLM", num_layers=16, hidden=1024, ffn=3072, heads=16, kv_heads=8, head_dim=128,
     vocab=16384, norm_eps=1e-6, inv_freq=(), qk_norm=True, tied=True,
@@ -79,13 +89,13 @@ def engine_layout(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], tp: int, 
     return Layout(shapes, pieces)
 
 
-def buffers_of(pieces: list[Piece], dtype: torch.dtype) -> Tensors:
-    """Empty local buffers that the pieces of one rank fill."""
+def buffers_of(pieces: list[Piece], dtype: torch.dtype, new: Callable[..., torch.Tensor] = torch.zeros) -> Tensors:
+    """New local buffers that the pieces of one rank fill."""
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in pieces:
         old = shapes.get(piece.key, (0,) * len(piece.at))
         shapes[piece.key] = tuple(max(n, hi) for n, (_, hi) in zip(old, piece.at, strict=True))
-    return {key: torch.zeros(shape, dtype=dtype) for key, shape in shapes.items()}
+    return {key: new(shape, dtype=dtype) for key, shape in shapes.items()}
 
 
 def fill(layout: Layout, rank: int, tensors: Tensors) -> None:
@@ -100,85 +110,110 @@ def fill(layout: Layout, rank: int, tensors: Tensors) -> None:
 
 
 class Gather:
-    """Gather whole tensors, bucket by bucket, then slice."""
+    """Gather bucket by bucket, then slice; with ``whole``, out of whole tensors."""
 
-    def __init__(self, source: Layout, wanted: Layout, mesh: Mesh, held: Tensors, target: Tensors, bucket_bytes: int):
+    def __init__(
+        self, source: Layout, wanted: Layout, mesh: Mesh, held: Tensors, target: Tensors, bucket_bytes: int, whole: bool
+    ):
         dims = mesh.dims
         assert dims.dp == dims.sp == 1, "the gather side is written for TP x PP"
-        self.mesh, self.dims = mesh, dims
+        self.mesh, self.dims, self.shapes = mesh, dims, source.shapes
         self.dtype = next(iter(held.values())).dtype
         self.need: dict[str, list[Piece]] = {}
         for piece in wanted.of_rank(mesh.rank):
             self.need.setdefault(piece.name, []).append(piece)
         stages = [_groups(source, dims, pp, bucket_bytes // dims.tp, self.dtype.itemsize) for pp in range(dims.pp)]
         self.rounds = max(map(len, stages))
-        # by round and stage: bytes of one rank's shards; what this rank packs; what it copies out of a gathered bucket
-        self.sizes = [[0] * dims.pp for _ in range(self.rounds)]
-        self.packs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(self.rounds)]
-        self.unpacks: list[list[list[tuple[torch.Tensor, torch.Tensor]]]] = [
-            [[] for _ in range(dims.pp)] for _ in range(self.rounds)
-        ]
         total = [[sum(nbytes for _, _, nbytes in group) for group in stage] for stage in stages]
-        largest = max(size for stage in total for size in stage)
-        # a gathered bucket a stage: those of all stages are on their way at one time
-        self.memory = [torch.empty(dims.tp * largest, dtype=torch.uint8) for _ in range(dims.pp)]
+        self.sizes = [[of[n] if n < len(of) else 0 for of in total] for n in range(self.rounds)]  # of a rank's shards
+        largest = max(size for sizes in self.sizes for size in sizes)
         self.mine = torch.empty(largest, dtype=torch.uint8)
-        seen: set[tuple[str, Any]] = set()
+        # a bucket a stage: those of all stages are on their way at one time
+        self.sent = [torch.empty(dims.tp * largest, dtype=torch.uint8) for _ in range(dims.pp)]
+        self.gathered = torch.empty(dims.tp * largest, dtype=torch.uint8) if whole else self.sent[mesh.coords.pp]
+        self.packs: list[list[Pair]] = [[] for _ in range(self.rounds)]
+        self.builds: list[list[Pair]] = [[] for _ in range(self.rounds)]
+        self.slices: list[list[list[Pair]]] = [[[] for _ in range(dims.pp)] for _ in range(self.rounds)]
         for pp, stage in enumerate(stages):
             for number, group in enumerate(stage):
-                self.sizes[number][pp] = total[pp][number]
-                self._prepare(source, number, pp, group, held, target, seen)
+                self._prepare(source, number, pp, group, held, target, whole)
+
+    @property
+    def temporary_bytes(self) -> int:
+        return sum({t.data_ptr(): t.nbytes for t in [self.mine, self.gathered, *self.sent]}.values())
 
     def _prepare(
-        self, source: Layout, number: int, pp: int, group: Any, held: Tensors, target: Tensors, seen: set[Any]
+        self, source: Layout, number: int, pp: int, group: Group, held: Tensors, target: Tensors, whole: bool
     ) -> None:
         """Views of one bucket of one stage: made once, as the buffers stay."""
-        at, size = 0, self.sizes[number][pp]
+        size, own = self.sizes[number][pp], pp == self.mesh.coords.pp
+        at, end = 0, 0
+        seen: set[tuple[str, Any]] = set()
+        wholes: dict[str, torch.Tensor] = {}
         for key, shape, nbytes in group:
-            if pp == self.mesh.coords.pp:
+            if own:
                 self.packs[number].append((self.mine[at : at + nbytes].view(self.dtype).view(shape), held[key]))
             for tp in range(self.dims.tp):
-                gathered = self.memory[pp][tp * size + at :][:nbytes].view(self.dtype).view(shape)
+                memory = self.gathered if own else self.sent[pp]
+                shard = memory[tp * size + at :][:nbytes].view(self.dtype).view(shape)
                 for piece in source.of_rank(self.dims.rank_of(tp=tp, pp=pp)):
-                    if piece.key == key and (piece.name, piece.index) not in seen:
-                        seen.add((piece.name, piece.index))  # replicated tensors are taken from one rank
-                        for want in self.need[piece.name]:
-                            common = intersect(want.index, piece.index)
-                            if common is not None:
-                                to = want.cut(common)
-                                pair = region(target[to.key], to), region(gathered, piece.cut(common))
-                                self.unpacks[number][pp].append(pair)
+                    if piece.key != key or (piece.name, piece.index) in seen:
+                        continue
+                    seen.add((piece.name, piece.index))  # replicated tensors are taken from one rank
+                    if not whole:
+                        self._slice(number, pp, piece, region(shard, piece), target)
+                        continue
+                    if piece.name not in wholes:
+                        length = math.prod(self.shapes[piece.name])
+                        wholes[piece.name] = (
+                            self.sent[pp].view(self.dtype)[end : end + length].view(self.shapes[piece.name])
+                        )
+                        end += length
+                    if own:
+                        box = tuple(slice(lo, hi) for lo, hi in piece.index)
+                        self.builds[number].append((wholes[piece.name][box], region(shard, piece)))
             at += nbytes
+        for name, tensor in wholes.items():
+            everything = tuple((0, n) for n in tensor.shape)
+            self._slice(number, pp, Piece(name, 0, everything, name, everything), tensor, target)
+
+    def _slice(self, number: int, pp: int, piece: Piece, values: torch.Tensor, target: Tensors) -> None:
+        for want in self.need[piece.name]:
+            common = intersect(want.index, piece.index)
+            if common is not None:
+                box = tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, piece.index, strict=True))
+                to = want.cut(common)
+                self.slices[number][pp].append((region(target[to.key], to), values[box]))
 
     @torch.no_grad()
     def run(self) -> None:
         mesh, dims = self.mesh, self.dims
+        stage = mesh.coords.pp
         for number in range(self.rounds):
-            own = self.sizes[number][mesh.coords.pp]
-            for packed, shard in self.packs[number]:
-                packed.copy_(shard)
-            whole = self.memory[mesh.coords.pp][: dims.tp * own]
+            own = self.sizes[number][stage]
+            _copy(self.packs[number])
             if dims.tp > 1:
-                dist.all_gather_into_tensor(whole, self.mine[:own], group=mesh.tp_group)
+                dist.all_gather_into_tensor(self.gathered[: dims.tp * own], self.mine[:own], group=mesh.tp_group)
             else:
-                whole.copy_(self.mine[:own])
+                self.gathered[:own].copy_(self.mine[:own])
+            _copy(self.builds[number])
             works = []
             for pp in range(dims.pp if dims.pp > 1 else 0):
-                buffer = self.memory[pp][: dims.tp * self.sizes[number][pp]]
+                buffer = self.sent[pp][: dims.tp * self.sizes[number][pp]]
                 root = dims.rank_of(tp=mesh.coords.tp, pp=pp)
                 if buffer.numel():
                     works.append(dist.broadcast(buffer, root, group=mesh.pp_group, async_op=True))
-            for to, values in self.unpacks[number][mesh.coords.pp]:  # while the others are on their way
-                to.copy_(values)
+            _copy(self.slices[number][stage])  # while the others are on their way
             for work in works:
                 work.wait()
             for pp in range(dims.pp):
-                if pp != mesh.coords.pp:
-                    for to, values in self.unpacks[number][pp]:
-                        to.copy_(values)
+                if pp != stage:
+                    _copy(self.slices[number][pp])
 
 
-Group = list[tuple[str, tuple[int, ...], int]]  # key, shape, bytes of the local buffers of one bucket
+def _copy(pairs: list[Pair]) -> None:
+    for to, values in pairs:
+        to.copy_(values)
 
 
 def _groups(source: Layout, dims: ParallelDims, pp: int, limit: int, itemsize: int) -> list[Group]:
@@ -239,6 +274,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--source", type=dimensions, default=dimensions("tp=2,pp=2"), help="trainer, e.g. tp=2,pp=2")
     parser.add_argument("--destination", type=dimensions, default=dimensions("tp=2"), help="engines, e.g. tp=2")
     parser.add_argument("--buckets", default="8,16,32,64,128", help="MiB to try; each side keeps its best")
+    parser.add_argument("--load", metavar="FOLDER", help="measure reading this folder into the layout of --source")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--local_rank", type=int, default=0)  # the launcher adds it
@@ -256,9 +292,41 @@ def best_bucket(make: Callable[[int], Callable[[], None]], sizes: list[int]) -> 
     return int(choice)
 
 
+def memory(field: str) -> int:
+    """A field of /proc/self/status in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
+
+
+def load(folder: str, dims: ParallelDims, dtype: torch.dtype) -> None:
+    """Read a folder into this rank's shard; rank 0 prints every rank's bytes and peak."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = megatron_layout(ModelSpec.from_hf(folder), dims)
+    load_pieces(folder, (), {}, shapes=layout.shapes)  # whatever is imported or allocated once shall not count
+    shard = buffers_of(layout.of_rank(rank), dtype, torch.empty)
+    read: list[int] = []
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, started = memory("VmRSS"), time.perf_counter()
+    load_pieces(folder, layout.of_rank(rank), shard, shapes=layout.shapes, on_read=read.append)
+    mine = [sum(t.nbytes for t in shard.values()), sum(read), memory("VmHWM") - before]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, [*(n / MB for n in mine), time.perf_counter() - started])
+    if rank == 0:
+        print(f"{folder} into {dims}, {dtype}; MiB")
+        for number, (size, data, peak, seconds) in enumerate(everyone):
+            print(
+                f"rank {number}: shard {size:.1f}, read {data:.1f}, memory grew by {peak:.1f} at most, {seconds:.2f} s"
+            )
+
+
 def main() -> None:
     args = arguments()
     device = init_distributed("cpu")
+    if args.load:
+        load(args.load, ParallelDims(**args.source), getattr(torch, args.dtype))
+        dist.destroy_process_group()
+        return
     spec = ModelSpec.from_hf(args.model) if args.model else SHAPE
     dims = ParallelDims(**args.source)
     if dims.world != device.world:
@@ -280,12 +348,16 @@ def main() -> None:
         temporary["plan"] = transfer.temporary_bytes
         return lambda: transfer.into(held, target)
 
-    def gathered(size: int) -> Callable[[], None]:
-        gather = Gather(source, wanted, mesh, held, target, size)
-        temporary["gather"] = sum(buffer.nbytes for buffer in [*gather.memory, gather.mine])
+    def gathered(name: str, size: int) -> Callable[[], None]:
+        gather = Gather(source, wanted, mesh, held, target, size, whole=name == "gather")
+        temporary[name] = gather.temporary_bytes
         return gather.run
 
-    sides = {"plan": planned, "gather": gathered}
+    sides: dict[str, Callable[[int], Callable[[], None]]] = {
+        "plan": planned,
+        "gather": partial(gathered, "gather"),
+        "direct": partial(gathered, "direct"),
+    }
     chosen = {name: best_bucket(make, sizes) for name, make in sides.items()}
     runs = {name: make(chosen[name]) for name, make in sides.items()}
     times: dict[str, list[Timing]] = {name: [] for name in sides}
@@ -321,9 +393,10 @@ def report(
         spread = f"median {median[name]:.3f} s (least {seconds[0]:.3f}, most {seconds[-1]:.3f}), CPU {cpu[name]:.2f} s"
         memory = f"bucket {chosen[name] // MB} MiB, temporary memory {temporary[name] / MB:.0f} MiB"
         print(f"{name:6} {spread}, {memory}")
-    ratios = sorted(b.seconds / a.seconds for a, b in zip(times["plan"], times["gather"], strict=True))
-    pairs = f"of pairs of rounds: median {statistics.median(ratios):.2f}, least {ratios[0]:.2f}"
-    print(f"gather / plan: {median['gather'] / median['plan']:.2f} ({pairs}; CPU {cpu['gather'] / cpu['plan']:.2f})")
+    for name in ("gather", "direct"):
+        ratios = sorted(b.seconds / a.seconds for a, b in zip(times["plan"], times[name], strict=True))
+        rest = f"of pairs of rounds: median {statistics.median(ratios):.2f}, least {ratios[0]:.2f}"
+        print(f"{name} / plan: {median[name] / median['plan']:.2f} ({rest}; CPU {cpu[name] / cpu['plan']:.2f})")
     moved, local = sum(made.received.values()), sum(made.local.values())
     print(f"plan: {moved / 1e6:.0f} MB between ranks, {local / 1e6:.0f} MB within ranks")
     rate = moved / world / median["plan"] / 1e9

@@ -1,11 +1,12 @@
 """The Hugging Face folder as an end of resharding: ranks read only their slices of it; any layout is written to one.
 
 Writing streams every tensor to one rank, a bounded bucket at a time, into a folder beside the wanted one, which takes
-its place by a rename once it is complete: an export that fails leaves the former one as it was.
+its place once it is complete: an export that fails or is killed leaves the former one as it was.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
@@ -369,9 +370,12 @@ class _Folder:
             raise failure
         assert self.missing == 0, f"export lacks {self.missing} bytes"
         self._close(sync=True)
-        if self.final.exists():
-            self.final.rename(self.old)
-        self.partial.rename(self.final)
+        if self.final.exists() and _exchange(self.partial, self.final):
+            self.partial.rename(self.old)
+        else:
+            if self.final.exists():
+                self.final.rename(self.old)
+            self.partial.rename(self.final)
         shutil.rmtree(self.old, ignore_errors=True)
 
     def discard(self) -> None:
@@ -385,6 +389,13 @@ class _Folder:
                 os.fsync(file)
             os.close(file)
         self.files = {}
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step, so that at no time there is none; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux with glibc 2.28 or later
+    at_fdcwd, exchange = -100, 2
+    return rename is not None and rename(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), exchange) == 0
 
 
 def _from_row(piece: Piece, first: int) -> tuple[tuple[int, int], ...]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -172,6 +177,32 @@ def test_loading_reads_only_the_bytes_of_the_shard(tmp_path: Path, stored: torch
         assert size <= passed < size + headers < sum(value.nbytes for value in hf.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_needs_one_buffer_besides_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Peak memory as the kernel counts it, mapped files included; converting takes a buffer, copying none."""
+    spec, dims = make_spec(num_layers=2, hidden=512, ffn=4096, vocab=20_000), ParallelDims(tp=2)
+    folder = write_folder(tmp_path / "model", canonical(spec))
+    layout = megatron_layout(spec, dims)
+    dest = {key: value.to(dtype) for key, value in megatron_shards(spec, dims, 1, canonical(spec)).items()}
+    size = sum(value.numel() * 4 for value in dest.values())
+    monkeypatch.setattr(safetensors_io, "READ_BYTES", 2**20)
+    load_pieces(folder, layout.of_rank(1), dest, shapes=layout.shapes)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the former peak
+    except OSError:
+        pytest.skip("this kernel does not reset the peak of a process's memory")
+    before = memory("VmRSS")
+    load_pieces(folder, layout.of_rank(1), dest, shapes=layout.shapes)
+    slack = 4 * 2**20
+    assert memory("VmHWM") - before < 2**20 + slack < size / 4
+
+
+def memory(field: str) -> int:
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) * 1024
+
+
 def test_nothing_is_written_when_something_is_wrong(tmp_path: Path) -> None:
     """The fault is in the last file: buffers must not be half filled."""
     last = "model.norm.weight"
@@ -325,6 +356,67 @@ def test_an_export_killed_between_its_renames_is_restored(tmp_path: Path) -> Non
         export(tmp_path / "out", tmp_path / "absent", SPEC, ParallelDims())
     export(tmp_path / "out", reference, SPEC, ParallelDims(), dtype=torch.float32)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "reference"]
+
+
+def test_a_full_disk_leaves_the_former_export(tmp_path: Path) -> None:
+    """The kernel refuses to let files grow: an error of the real write, whichever it is."""
+    spec = make_spec(vocab=5003)
+    reference = write_folder(tmp_path / "reference", canonical(SPEC))
+    target = write_folder(tmp_path / "out", {"w": torch.ones(1)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"export to .*out failed: .*File too large"):
+            export(target, reference, spec, ParallelDims(), bucket_bytes=20_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "reference"]
+    assert_equal(load_file(target / "model.safetensors"), {"w": torch.ones(1)})
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from rlscale.reshard import safetensors_io
+from tests.reshard import test_safetensors_io as t
+
+folder, where = Path(sys.argv[1]), sys.argv[2]
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if where == "writing":
+    calls = iter(range(100))
+    write = safetensors_io._write_at
+    safetensors_io._write_at = lambda *a: write(*a) if next(calls) < 4 else die()
+else:
+    safetensors_io.shutil.rmtree = die  # the new folder has taken its place, the former one is about to be removed
+t.export(folder / "out", folder / "reference", t.SPEC, t.ParallelDims(), dtype=t.torch.float32, bucket_bytes=700)
+"""
+
+
+@pytest.mark.parametrize("where", ["writing", "removing"])
+def test_an_export_killed_at_any_time_leaves_a_whole_one(tmp_path: Path, where: str) -> None:
+    reference = write_folder(tmp_path / "reference", canonical(SPEC))
+    target = write_folder(tmp_path / "out", {"w": torch.ones(1)})
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", KILLED, str(tmp_path), where]
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}).returncode == -signal.SIGKILL
+    kept = {"w": torch.ones(1)} if where == "writing" else canonical(SPEC)
+    assert_equal(load_file(target / "model.safetensors"), kept)
+    assert len(list(tmp_path.iterdir())) == 3, "the killed process could not clean up"
+    export(target, reference, SPEC, ParallelDims(), dtype=torch.float32)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "reference"], "the next export does"
+    assert_equal(load_file(target / "model.safetensors"), canonical(SPEC))
+
+
+def test_folders_are_exchanged_in_one_step(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "x").write_text("1")
+    assert safetensors_io._exchange(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b" / "x").exists() and not (tmp_path / "a" / "x").exists()
+    assert not safetensors_io._exchange(tmp_path / "a", tmp_path / "absent")
 
 
 def missing_reference(folder: Path) -> str:

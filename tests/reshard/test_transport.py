@@ -89,9 +89,9 @@ def test_into_tensors(spec: ModelSpec, source: ParallelDims, destination: Parall
     assert (max(largest) >= DIRECT_BYTES) == (spec is LARGE), "the large model must exercise unpacked messages"
 
 
-def reused(spec: ModelSpec, dtype: torch.dtype, bucket: int) -> tuple[int, int]:
+def reused(spec: ModelSpec, held: torch.dtype, dtype: torch.dtype, bucket: int) -> tuple[int, int]:
     """One transfer, run again: with new values in the same tensors, with other tensors, with what is wrong."""
-    rank, hf = dist.get_rank(), canonical(spec)
+    rank, hf = dist.get_rank(), canonical(spec, held)
     made = plan(megatron_layout(spec, TP2_PP2), vllm_layout(spec, 1, 4), dtype=dtype, bucket_bytes=bucket)
     transfer = Transfer(made)
     got = blank(vllm_shards(spec, 1, rank, {name: value.to(dtype) for name, value in hf.items()}))
@@ -120,9 +120,16 @@ def reused(spec: ModelSpec, dtype: torch.dtype, bucket: int) -> tuple[int, int]:
     return transfer.temporary_bytes, len(transfer.rounds)
 
 
-@pytest.mark.parametrize(("dtype", "bucket"), [(torch.float32, 2**20), (torch.bfloat16, 2**18)])
-def test_a_transfer_is_used_again_within_two_buckets(dtype: torch.dtype, bucket: int) -> None:
-    for temporary, rounds in worlds.run(4, reused, LARGE, dtype, bucket):
+@pytest.mark.parametrize(
+    ("held", "dtype", "bucket"),
+    [
+        (torch.float32, torch.float32, 2**20),
+        (torch.float32, torch.bfloat16, 2**18),
+        (torch.bfloat16, torch.float32, 2**19),
+    ],
+)
+def test_a_transfer_is_used_again_within_two_buckets(held: torch.dtype, dtype: torch.dtype, bucket: int) -> None:
+    for temporary, rounds in worlds.run(4, reused, LARGE, held, dtype, bucket):
         assert rounds > 3
         assert 0 < temporary <= 2 * bucket + 4096
 
