@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import export_hf, hf_shapes, load_pieces, megatron_layout, safetensors_io
+from rlscale.reshard import export_hf, hf_layout, hf_shapes, load_pieces, megatron_layout, safetensors_io
 from rlscale.reshard.layout import volume
 from tests import tiny, worlds
 from tests.reshard.models import Tensors, assert_equal, canonical, make_spec, megatron_shards
@@ -315,6 +315,31 @@ def test_a_critic_is_exported_as_a_sequence_classifier(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "critic" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"] and len(config["id2label"]) == 1
     assert_equal(load_file(tmp_path / "critic" / "model.safetensors"), canonical(spec))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+def test_an_exported_critic_opens_in_transformers_and_again_as_a_critic(tmp_path: Path, arch: str) -> None:
+    reference = tiny.tiny_model(arch, tied=True)
+    critic = ModelSpec.from_hf(reference).as_critic()
+    layout = hf_layout(critic)
+    weights = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
+    load_pieces(reference, layout.pieces, weights, shapes=layout.shapes, optional=("score.weight",))
+    weights["score.weight"].normal_(generator=torch.Generator().manual_seed(3))
+    export_hf(tmp_path / "critic", layout, weights, reference_folder=reference, dtype=torch.float32)
+
+    again = ModelSpec.from_hf(str(tmp_path / "critic"))
+    assert again == critic
+    got = {name: torch.zeros_like(value) for name, value in weights.items()}
+    assert not load_pieces(tmp_path / "critic", hf_layout(again).pieces, got, shapes=layout.shapes)
+    assert_equal(got, weights)
+
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    tokens = torch.arange(5, 30)[None]
+    with torch.no_grad():
+        value = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")(tokens).logits
+        hidden = AutoModel.from_pretrained(reference, dtype=torch.float32)(tokens).last_hidden_state[0, -1]
+    torch.testing.assert_close(value[0], weights["score.weight"] @ hidden, atol=1e-5, rtol=1e-5)
 
 
 def failing_export(folder: Path, reference: Path) -> str:

@@ -134,6 +134,40 @@ def test_a_transfer_is_used_again_within_two_buckets(held: torch.dtype, dtype: t
         assert 0 < temporary <= 2 * bucket + 4096
 
 
+def apart(dtype: torch.dtype) -> list[int]:
+    """Trainers on ranks 0 and 1, an engine with ranks of its own, 2 and 3."""
+    rank, hf = dist.get_rank(), canonical(LARGE)
+    engine = vllm_layout(LARGE, 2, 2)
+    wanted = Layout(engine.shapes, [replace(piece, rank=piece.rank + 2) for piece in engine.pieces])
+    made = plan(megatron_layout(LARGE, ParallelDims(tp=2)), wanted, dtype=dtype, bucket_bytes=2**20)
+    trains = rank < 2
+    expected = {} if trains else vllm_shards(LARGE, 2, rank - 2, {name: value.to(dtype) for name, value in hf.items()})
+    got = blank(expected)
+    execute_into(made, megatron_shards(LARGE, ParallelDims(tp=2), rank, hf) if trains else {}, got)
+    assert_equal(got, expected)
+    return [made.received.get(rank, 0), made.sent.get(rank, 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_on_ranks_of_its_own(dtype: torch.dtype) -> None:
+    traffic = worlds.run(4, apart, dtype)
+    assert [received > 0 for received, _ in traffic] == [False, False, True, True]
+    assert [sent > 0 for _, sent in traffic] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("buffers", "ahead"), [(1, 0), (2, 1)])
+def test_with_two_buffers_the_next_round_is_on_its_way_while_the_caller_works(buffers: int, ahead: int) -> None:
+    hf = canonical(LARGE)
+    made = plan(megatron_layout(LARGE, ParallelDims()), vllm_layout(LARGE, 1, 1), dtype=torch.float32,
+                bucket_bytes=2**20)  # fmt: skip
+    transfer = Transfer(made, buffers=[torch.empty(made.buffer_bytes(0), dtype=torch.uint8) for _ in range(buffers)])
+    posted, post = [], transfer._post
+    transfer._post = lambda number: (posted.append(number), post(number))[1]  # type: ignore[method-assign]
+    for bucket in transfer.buckets(megatron_shards(LARGE, ParallelDims(), 0, hf)):
+        assert posted[-1] == min(bucket.number + ahead, made.rounds - 1)
+    assert posted == list(range(made.rounds)) and made.rounds > 3
+
+
 def mixed() -> None:
     """Norms in fp32, the rest in bf16, out of one rank that holds everything."""
     rank = dist.get_rank()
