@@ -9,22 +9,26 @@ from tests.tiny import tiny_model
 from tests.train.reference import random_batch
 from tests.train.test_engine import check
 
-LAYOUTS = {  # name: world, tp, pp, sequence parallel, ZeRO stage, ep
-    "dp2-zero2": (2, 1, 1, False, 2, 1),
-    "dp2-zero1": (2, 1, 1, False, 1, 1),
-    "tp2": (2, 2, 1, False, 1, 1),
-    "tp2-sp": (2, 2, 1, True, 1, 1),
-    "tp2-ep2": (2, 2, 1, False, 1, 2),
-    "tp2-sp-ep2": (2, 2, 1, True, 2, 2),
-    "pp2": (2, 1, 2, False, 1, 1),
+LAYOUTS = {  # name: world, tp, pp, ulysses, sequence parallel, ZeRO stage, ep
+    "dp2-zero2": (2, 1, 1, 1, False, 2, 1),
+    "dp2-zero1": (2, 1, 1, 1, False, 1, 1),
+    "tp2": (2, 2, 1, 1, False, 1, 1),
+    "tp2-sp": (2, 2, 1, 1, True, 1, 1),
+    "tp2-ep2": (2, 2, 1, 1, False, 1, 2),
+    "tp2-sp-ep2": (2, 2, 1, 1, True, 2, 2),
+    "pp2": (2, 1, 2, 1, False, 1, 1),
+    "ulysses2": (2, 1, 1, 2, False, 1, 1),
+    "tp2-pp2-sp-ep2": (4, 2, 2, 1, True, 1, 2),
 }
+RECOMPUTED = ("dp2-zero1", "tp2-sp", "tp2-pp2-sp-ep2")
 
 
 def parallel(name: str) -> tuple[ParallelConfig, int]:
-    world, tp, pp, sp, zero, ep = LAYOUTS[name]
+    world, tp, pp, ulysses, sp, zero, ep = LAYOUTS[name]
     layout = ParallelConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        ulysses_sequence_parallel_size=ulysses,
         sequence_parallel=sp,
         zero_stage=zero,
         expert_model_parallel_size=ep,
@@ -37,7 +41,14 @@ def test_experts_equal_one_process(name: str) -> None:
     layout, world = parallel(name)
     arch = "mixtral" if name in ("tp2", "dp2-zero2", "pp2") else "qwen3_moe"
     folder = tiny_model(arch, tied=False, layers=2, hidden=64, ffn=32)
-    check(folder, layout, world, random_batch(), dict(max_tokens=48), temperature=0.7)
+    check(folder, layout, world, random_batch(), dict(max_tokens=48, recompute=name in RECOMPUTED), temperature=0.7)
+
+
+def test_a_rank_whose_experts_get_no_token_takes_part() -> None:
+    """One response over two ranks, of which one has padding only; most experts of both have no gradient but zeros."""
+    layout, world = parallel("dp2-zero2")
+    folder = tiny_model("qwen3_moe", tied=False, layers=2, hidden=64, ffn=32, num_experts=8, num_experts_per_tok=1)
+    check(folder, layout, world, random_batch(groups=1, n=1, seed=3), dict(max_tokens=64), temperature=1.0)
 
 
 @pytest.mark.parametrize(
