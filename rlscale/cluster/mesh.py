@@ -36,7 +36,8 @@ class ParallelDims:
         """The dimensions of a role in a world of ``world`` ranks; what TP, PP and SP leave is data-parallel.
 
         Raises:
-            ValueError: the world size is not divisible by TP x PP x SP.
+            ValueError: the world size is not divisible by TP x PP x SP, or experts are to be distributed otherwise than
+                over the tensor-parallel ranks.
         """
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         sp = parallel.ulysses_sequence_parallel_size
@@ -46,6 +47,8 @@ class ParallelDims:
                 f"pipeline_model_parallel_size {pp} x ulysses_sequence_parallel_size {sp}"
             )
         ep = parallel.expert_model_parallel_size
+        if ep not in (1, tp):
+            raise ValueError(f"expert_model_parallel_size {ep} is neither 1 nor tensor_model_parallel_size {tp}")
         return cls(tp=tp, sp=sp, dp=world // (tp * pp * sp), pp=pp, ep=ep)
 
     @property

@@ -283,6 +283,14 @@ def _layout(
             f"this run; {what} could be {_listed(_divisors(world), product)}, or start a multiple of {product} "
             "processes",
         )
+    ep, ep_key = p.expert_model_parallel_size, f"{key}.expert_model_parallel_size"
+    if ep not in (1, tp):
+        yield Violation(
+            (ep_key, tp_key),
+            f"{ep_key} is {ep}: it must be 1 (each expert is split over the tensor-parallel ranks) or {tp_key} {tp} "
+            "(each rank holds whole experts); with another size experts would need data-parallel groups of their own, "
+            "which ZeRO does not have here",
+        )
     if p.sequence_parallel and tp == 1:
         yield Violation(
             (f"{key}.sequence_parallel", tp_key),
@@ -303,8 +311,7 @@ def _layout(
             "can be added; use zero_stage 1",
         )
     if spec is not None:
-        ep_key = f"{key}.expert_model_parallel_size"
-        for message in spec.violations(key, tp, pp, sp, p.expert_model_parallel_size):
+        for message in spec.violations(key, tp, pp, sp, ep):
             yield Violation((tp_key, pp_key, sp_key, ep_key), message)
 
 

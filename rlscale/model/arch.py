@@ -166,12 +166,6 @@ class ModelSpec:
                 )
         if ep != 1 and not self.experts:
             out.append(f"{key}.expert_model_parallel_size: {ep}, but {self.architecture} has no experts; it must be 1")
-        elif ep not in (1, tp):
-            out.append(
-                f"{key}.expert_model_parallel_size: {ep} is neither 1 (each expert is split over the tensor-parallel "
-                f"ranks) nor {key}.tensor_model_parallel_size {tp} (each of them holds whole experts): another size "
-                "would give experts a data-parallel group of their own, which ZeRO does not get here"
-            )
         if self.num_layers % pp:
             out.append(f"{key}.pipeline_model_parallel_size: {pp} does not divide the model's {self.num_layers} layers")
         if sp > 1 and self.heads % (tp * sp):

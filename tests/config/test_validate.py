@@ -125,6 +125,11 @@ CASES: list[tuple[str, Callable[[Config], None], list[str]]] = [  # name, what i
         layout("actor", sequence_parallel=True),
         ["actor.parallel.sequence_parallel", "tensor_model_parallel_size > 1"],
     ),
+    (
+        "experts",
+        layout("actor", expert_model_parallel_size=3, **{TP: 2}),
+        ["actor.parallel.expert_model_parallel_size is 3", "must be 1", "tensor_model_parallel_size 2"],
+    ),
     ("zero 3 pp", layout("actor", zero_stage=3, **{PP: 2}), ["actor.parallel.zero_stage is 3", "whole world"]),
     ("critic zero 3 pp", both(gae, layout("critic", zero_stage=3, **{PP: 2})), ["critic.parallel.zero_stage is 3"]),
     (

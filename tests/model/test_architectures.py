@@ -177,7 +177,6 @@ MOE = make_spec(
         (MOE, 3, 1, 1, ""),
         (MOE, 3, 1, 3, "tensor_model_parallel_size: 3 does not divide the model's 4 experts; possible: 1, 2"),
         (MOE, 12, 1, 1, "tensor_model_parallel_size: 12 does not divide the model's 18 expert ffn size"),
-        (MOE, 2, 1, 4, "expert_model_parallel_size: 4 is neither 1"),
         (make_spec(), 2, 1, 2, "expert_model_parallel_size: 2, but LlamaForCausalLM has no experts"),
         (make_spec(), 8, 1, 1, ""),  # 4 key-value heads, shared by two ranks each
         (make_spec(ffn=12), 8, 1, 1, "tensor_model_parallel_size: 8 does not divide the model's 12 ffn size"),

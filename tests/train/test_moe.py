@@ -12,6 +12,7 @@ from tests.train.test_engine import check
 LAYOUTS = {  # name: world, tp, pp, ulysses, sequence parallel, ZeRO stage, ep
     "dp2-zero2": (2, 1, 1, 1, False, 2, 1),
     "dp2-zero1": (2, 1, 1, 1, False, 1, 1),
+    "dp2-zero3": (2, 1, 1, 1, False, 3, 1),
     "tp2": (2, 2, 1, 1, False, 1, 1),
     "tp2-sp": (2, 2, 1, 1, True, 1, 1),
     "tp2-ep2": (2, 2, 1, 1, False, 1, 2),
