@@ -79,7 +79,7 @@ def test_a_sample_longer_than_the_sliding_window_is_refused() -> None:
         worlds.run(1, forward, folder, 1, batch, "logprobs")
 
 
-@pytest.mark.parametrize("tp, sp, arch, kv_heads", [(2, True, "qwen3", 1), (4, False, "qwen2", 2)])
+@pytest.mark.parametrize("tp, sp, arch, kv_heads", [(2, True, "qwen3", 1)])
 def test_key_value_heads_shared_by_ranks_are_trained_alike(tp: int, sp: bool, arch: str, kv_heads: int) -> None:
     layout = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sp)
     folder = tiny_model(arch, tied=False, layers=2, kv_heads=kv_heads)

@@ -19,9 +19,8 @@ LAYOUTS = {  # name: world, tp, pp, ulysses, sequence parallel, ZeRO stage, ep
     "tp2-sp-ep2": (2, 2, 1, 1, True, 2, 2),
     "pp2": (2, 1, 2, 1, False, 1, 1),
     "ulysses2": (2, 1, 1, 2, False, 1, 1),
-    "tp2-pp2-sp-ep2": (4, 2, 2, 1, True, 1, 2),
 }
-RECOMPUTED = ("dp2-zero1", "tp2-sp", "tp2-pp2-sp-ep2")
+RECOMPUTED = ("dp2-zero1", "tp2-sp")
 
 
 def parallel(name: str) -> tuple[ParallelConfig, int]:
