@@ -106,7 +106,7 @@ class ParallelConfig:
         min=1,
     )
     sequence_parallel: bool = opt(False, "Megatron sequence parallelism in the norms; needs TP > 1")
-    zero_stage: int = opt(1, "DeepSpeed ZeRO stage over the data-parallel ranks", choices=(0, 1, 2, 3))
+    zero_stage: int = opt(1, "DeepSpeed ZeRO stage over the data-parallel ranks", choices=(1, 2, 3))
 
 
 @dataclass

@@ -28,8 +28,9 @@ from rlscale.model.arch import ModelSpec, resolve_folder
 from rlscale.model.gpt import Stage, build_config
 from rlscale.model.packing import ModelRow, build_row
 from rlscale.reshard.layout import Layout
-from rlscale.reshard.megatron import megatron_layout
+from rlscale.reshard.megatron import VALUE_HEAD, megatron_layout
 from rlscale.reshard.safetensors_io import load_pieces
+from rlscale.reshard.transport import region
 from rlscale.train import zero
 from rlscale.train.schedule import learning_rate
 
@@ -100,10 +101,11 @@ class Engine:
         )
         megatron_cpu.seed_model_parallel(seed, self.mesh.coords.tp, self.mesh.coords.pp)
         self.stage = Stage(spec, self.mesh, config, temperature=temperature, head_chunk=batching.head_chunk)
+        if self._weights_partitioned:
+            zero.partition_weights(self)  # before anything fills the memory that the whole weights would take
         self.stage.to(device.torch_device)
-        self.engine: Any = None
         self._load(path, seed)
-        self.engine = self._deepspeed(optim) if optim is not None else None
+        self.engine: Any = self._deepspeed(optim) if optim is not None else None
         if self.engine is None:
             self.stage.requires_grad_(False)
 
@@ -135,7 +137,7 @@ class Engine:
 
     @property
     def _weights_partitioned(self) -> bool:
-        return self.engine is not None and self.parallel.zero_stage == 3
+        return self.optim is not None and self.parallel.zero_stage == 3
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by their keys in `model_layout`; under ZeRO-3 they are empty between passes."""
@@ -146,18 +148,18 @@ class Engine:
 
     def _load(self, path: str, seed: int) -> None:
         """Read this rank's slices of the folder; a value head that it lacks is drawn anew, small, from ``seed``."""
-        tensors, layout = self.tensors(), self.layout
-        absent = load_pieces(
-            resolve_folder(path),
-            layout.of_rank(self.device.rank),
-            tensors,
-            shapes=layout.shapes,
-            optional={"score.weight"},
-        )
-        if absent and "value_head.weight" in tensors:
-            head = torch.empty(1, self.spec.hidden)
+        tensors, shapes, pieces = self.tensors(), self.layout.shapes, self.layout.of_rank(self.device.rank)
+        held = {piece.key for piece in pieces}
+        for key in tensors.keys() - held:
+            tensors[key].zero_()  # a part that is nothing but vocabulary padding
+        destinations = {key: tensors[key] for key in held}
+        absent = load_pieces(resolve_folder(path), pieces, destinations, shapes=shapes, optional={VALUE_HEAD})
+        if absent:
+            head = torch.empty(shapes[VALUE_HEAD])
             head.normal_(std=1 / (self.spec.hidden + 1), generator=torch.Generator().manual_seed(seed))
-            tensors["value_head.weight"].copy_(head)
+            for piece in pieces:
+                if piece.name == VALUE_HEAD:
+                    region(tensors[piece.key], piece).copy_(head[tuple(slice(lo, hi) for lo, hi in piece.index)])
 
     def _deepspeed(self, optim: OptimConfig) -> Any:
         import deepspeed

@@ -44,6 +44,7 @@ def deepspeed_config(stage: int, optim: OptimConfig, dtype: torch.dtype) -> dict
             "overlap_comm": False,
             "reduce_bucket_size": 20_000_000,
             "allgather_bucket_size": 20_000_000,
+            "memory_efficient_linear": False,  # would replace torch's own function in the whole process
             # ZeRO-3, in elements: weights that stay whole (norms, biases), and how much is gathered ahead or kept
             "stage3_param_persistence_threshold": 10_000,
             "stage3_prefetch_bucket_size": 20_000_000,
@@ -102,7 +103,10 @@ def states(engine: Engine) -> dict[str, tuple[Layout, dict[str, Tensor]]]:
 
 def partition_layout(engine: Engine, model: Layout) -> Layout:
     """Layout of every rank's fragments; ``model`` is that of the whole parameters. Collective over the world."""
-    mine = [part.fragment for part in _parts(engine)]
+    if engine.parallel.zero_stage == 3:
+        mine = [_stage3_fragment(key, parameter) for key, parameter in engine.parameters().items()]
+    else:
+        mine = [part.fragment for part in _parts(engine)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return zero_layout(model, dict(enumerate(everyone)))
@@ -189,6 +193,23 @@ def _stage3_fragment(key: str, parameter: Any) -> Fragment:
     size = parameter.partition_numel()
     start = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
     return Fragment(key, tuple(parameter.ds_shape), start, min(start + size, parameter.ds_numel))
+
+
+def partition_weights(engine: Engine) -> None:
+    """Partition the uninitialised weights of a fresh model for ZeRO-3, one after the other. Collective.
+
+    Until they are loaded nothing has written to them, so that a model which would not fit whole never exists whole.
+    """
+    import deepspeed
+
+    assert engine.optim is not None
+    deepspeed.zero.Init(
+        module=engine.stage,
+        data_parallel_group=engine.mesh.dp_group,
+        dtype=engine.dtype,
+        mpu=engine.mesh.mpu(),
+        config_dict_or_path=deepspeed_config(3, engine.optim, engine.dtype),
+    )
 
 
 def partitioned_weights(engine: Engine) -> dict[str, Tensor]:

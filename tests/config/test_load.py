@@ -183,7 +183,7 @@ WRONG: list[tuple[str, str, str]] = [  # text of the file, key that is named, wh
     ("actor: {optim: {betas: [0.9, x]}}", "actor.optim.betas.1", "a number"),
     ("actor: {clip_ratio_low: 1.5}", "actor.clip_ratio_low", "at most 1"),
     ("actor: {loss_agg_mode: token_mean}", "actor.loss_agg_mode", "did you mean token-mean"),
-    ("actor: {parallel: {zero_stage: 4}}", "actor.parallel.zero_stage", "one of 0, 1, 2, 3, not 4"),
+    ("actor: {parallel: {zero_stage: 4}}", "actor.parallel.zero_stage", "one of 1, 2, 3, not 4"),
     ("actor: {policy_loss_args: [1]}", "actor.policy_loss_args", "a mapping"),
     ("actor: {policy_loss_args: {1: 2}}", "actor.policy_loss_args", "strings as keys"),
     ("data: {train: {task: addition}}", "data.train", "a list"),

@@ -24,6 +24,7 @@ LAYOUTS = {  # name: world, fields of the layout, architecture, tied
     "dp2": (2, {}, "qwen2", False),
     "dp2-tied": (2, {}, "qwen3", True),
     "ulysses2": (2, {ULYSSES: 2}, "qwen3", True),
+    "tp2-alone": (2, {TP: 2}, "llama", False),
     "tp2-dp2": (4, {TP: 2}, "qwen3", False),
     "tp2-dp2-sp-tied": (4, {TP: 2, SP: True}, "qwen3", True),
 }
