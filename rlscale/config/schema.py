@@ -107,6 +107,12 @@ class ParallelConfig:
     )
     sequence_parallel: bool = opt(False, "Megatron sequence parallelism in the norms; needs TP > 1")
     zero_stage: int = opt(1, "DeepSpeed ZeRO stage over the data-parallel ranks", choices=(1, 2, 3))
+    param_offload: bool = opt(
+        False, "working weights wait on the host while another model or vLLM has the device; the reference as the actor"
+    )
+    optimizer_offload: bool = opt(
+        False, "fp32 masters and AdamW moments wait on the host between updates (gradients never outlive an update)"
+    )
 
 
 @dataclass

@@ -54,8 +54,10 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     with timers("step"):
         prompts = run.train.next_batch()
         with timers("gen"):
+            run.rest()  # what saving has brought back to the device
             mine = run.rollout.generate(prompts, train_sampling(cfg, step), run.pool)
             trajectories = exchange(mine, len(prompts) * cfg.rollout.n)
+            run.rollout.sleep()  # the devices are the trainer's until the sync
         batch = pack(trajectories)
         report.check_scores(trajectories, step)
         metrics = _log_probs(run, batch, step, timers)
@@ -67,11 +69,16 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         if run.critic is not None:
             with timers("update_critic"):
                 metrics.update(update_critic(run, batch, step))
-        if actor_trains(step, cfg.trainer.critic_warmup):
+                run.critic.rest()
+        trained = actor_trains(step, cfg.trainer.critic_warmup)
+        if trained:
             with timers("update_actor"):
                 metrics.update(update_actor(run, batch, step))
+        if trained or run.rollout.asleep:  # engines that sleep have dropped their weights
             with timers("sync"):
+                run.actor.rest(parameters=False)
                 metrics.update(run.rollout.sync(run.actor.layout, run.actor.tensors()))
+        run.rest()
     report.rollouts(run, step, trajectories, batch)
     return {**metrics, **report.batch_metrics(run, trajectories, batch), **report.timing(run, timers, batch)}
 
@@ -119,6 +126,7 @@ def _log_probs(run: Run, batch: PackedBatch, step: int, timers: Timers) -> dict[
     if run.reference is not None:
         with timers("ref"):
             batch.ref_logprobs, _ = run.reference.logprobs(batch)
+            run.reference.rest()
     return metrics
 
 

@@ -46,6 +46,12 @@ class Run:
     started: float = field(default_factory=time.time)
     tokens_seen: int = 0
 
+    def rest(self) -> None:
+        """Leave the device to vLLM, as far as the engines' ``parallel.*_offload`` ask for it."""
+        for engine in (self.actor, self.reference, self.critic):
+            if engine is not None:
+                engine.rest()
+
     def close(self) -> None:
         """End engine and scorer processes and flush the writers; safe after an error on any rank."""
         for part in (self.pool, self.rollout, self.progress, self.writer):
@@ -141,6 +147,9 @@ def _models(cfg: Config, spec: ModelSpec, device: Device, steps: int) -> tuple[E
     actor = Engine("actor", spec, path, layout, cfg.actor.optim, cut, total_steps=updates, **policy)
     reference = Engine("reference", spec, path, layout, None, cut, **policy) if uses_reference(cfg) else None
     critic = _critic(cfg, spec, steps, common) if uses_critic(cfg) else None
+    for engine in (actor, reference, critic):
+        if engine is not None:
+            engine.rest()
     return actor, reference, critic
 
 

@@ -31,7 +31,7 @@ from rlscale.reshard.layout import Layout
 from rlscale.reshard.megatron import VALUE_HEAD, megatron_layout
 from rlscale.reshard.safetensors_io import load_pieces
 from rlscale.reshard.transport import region
-from rlscale.train import zero
+from rlscale.train import offload, zero
 from rlscale.train.schedule import learning_rate
 
 
@@ -94,6 +94,7 @@ class Engine:
         if problems:
             raise ValueError("; ".join(problems))
         self.mesh = Mesh.get(dims)
+        self.host = offload.HostCopies(device)
         self.steps = 0  # optimizer steps taken
         self.skipped_in_a_row = 0
         config = build_config(
@@ -108,6 +109,8 @@ class Engine:
         self.engine: Any = self._deepspeed(optim) if optim is not None else None
         if self.engine is None:
             self.stage.requires_grad_(False)
+        else:
+            offload.release_gradients(self)
 
     # ---- construction
 
@@ -131,6 +134,7 @@ class Engine:
 
     def tensors(self) -> dict[str, Tensor]:
         """What this rank holds of its parameters in the working dtype, by keys of `layout`: under ZeRO-3 its part."""
+        self.reload("parameters")
         if self._weights_partitioned:
             return zero.partitioned_weights(self)
         return {key: parameter.data for key, parameter in self.parameters().items()}
@@ -236,6 +240,7 @@ class Engine:
 
     def _forward(self, batch: PackedBatch, outputs: int) -> Tensor:
         """[outputs, T] fp32, equal on every rank: each token comes from the one rank that computed it."""
+        self.reload("parameters")
         result = torch.zeros(outputs, batch.tokens.numel())
 
         def consume(row: ModelRow, out: Tensor, non_loss_data: bool = True) -> None:
@@ -279,6 +284,8 @@ class Engine:
         """
         assert self.engine is not None and self.optim is not None, f"{self.role} was built without an optimizer"
         rows = self._plan(batch)
+        self.reload()
+        offload.restore_gradients(self)
         scale = self._loss_scale(len(rows))
         self.stage.with_entropy, self.stage.entropy_grad = entropy, entropy_grad
 
@@ -299,6 +306,7 @@ class Engine:
         records = self._run(rows, consume, forward_only=False)
         self._reduce_tied()
         self.engine.step()
+        offload.release_gradients(self)
         sums = self._sum(records if self._speaks else [])
         if self.engine.optimizer.overflow:
             self._count_skipped(sums["loss"])
@@ -306,6 +314,32 @@ class Engine:
         self.steps += 1
         self.skipped_in_a_row = 0
         return {**sums, "grad_norm": float(self.engine.get_global_grad_norm() or 0.0), "lr": rate}
+
+    def offload(self, *kinds: str) -> None:
+        """Move working ``parameters`` and the ``optimizer`` state (fp32 masters, moments) to the host; both by default.
+
+        Whatever needs them brings them back by itself, bit for bit the same: a pass the parameters, an update both.
+        """
+        if self.engine is not None and self.parallel.zero_stage == 3:
+            self.engine.optimizer.empty_partition_cache()  # whole parameters that it has gathered are copies
+        offload.make_resizable(self)
+        for kind in kinds or offload.KINDS:
+            self.host.offload(kind, offload.tensors_of(self, kind))
+
+    def reload(self, *kinds: str) -> None:
+        """Bring back to the device what is away."""
+        for kind in kinds or offload.KINDS:
+            self.host.reload(kind)
+
+    def rest(self, *, parameters: bool = True) -> None:
+        """Leave the device to others, as far as ``parallel.{param,optimizer}_offload`` ask for it."""
+        wanted = {
+            "parameters": parameters and self.parallel.param_offload,
+            "optimizer": self.parallel.optimizer_offload,
+        }
+        kinds = [kind for kind, yes in wanted.items() if yes]
+        if kinds:
+            self.offload(*kinds)
 
     def _count_skipped(self, loss: float) -> None:
         """DeepSpeed found the global gradient norm not finite and has changed nothing but dropped the gradients."""

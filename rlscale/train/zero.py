@@ -65,6 +65,8 @@ def deepspeed_config(stage: int, optim: OptimConfig, dtype: torch.dtype) -> dict
     }
     if dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
+        if stage == 1:  # or the fp32 sum over micro-batches is rounded to bf16 for its reduction
+            config["communication_data_type"] = "fp32"
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
@@ -88,10 +90,11 @@ def states(engine: Engine) -> dict[str, tuple[Layout, dict[str, Tensor]]]:
 
     ``master`` are the fp32 values that the optimizer updates (fp32 weights included), ``exp_avg`` and ``exp_avg_sq``
     AdamW's moments, which are made (zero) if there was no step yet. The tensors are views of the live buffers: writing
-    into them sets the state; call `after_load` when all are written. They are valid until states move between devices.
+    into them sets the state; call `after_load` when all are written. They are valid until states leave the device.
     Each element is held by one rank of a data-parallel group; slices that tensor-parallel ranks or the two ends of a
     pipeline (tied embedding) hold alike are in the layout once for each. Vocabulary padding is in no slice, and zero.
     """
+    engine.reload()
     layout = engine.partitions
     out: dict[str, tuple[Layout, dict[str, Tensor]]] = {name: (layout, {}) for name in STATES}
     for part in _parts(engine):
@@ -114,6 +117,7 @@ def partition_layout(engine: Engine, model: Layout) -> Layout:
 
 def after_load(engine: Engine) -> None:
     """Make the working weights of every rank follow the master weights. Collective over each data-parallel group."""
+    engine.reload()
     optimizer = _optimizer(engine)
     if engine.parallel.zero_stage < 3:
         optimizer.update_lp_params()
@@ -130,12 +134,12 @@ def after_load(engine: Engine) -> None:
 
 def optimizer_step(engine: Engine) -> int:
     """Updates that AdamW's bias correction has counted on this rank."""
-    return max((int(_adam_state(engine, flat)["step"]) for flat in _flats(engine)), default=0)
+    return max((int(_adam_state(engine, flat)["step"]) for flat in masters(engine)), default=0)
 
 
 def set_optimizer_step(engine: Engine, step: int) -> None:
     """Set the number of updates that AdamW's bias correction counts."""
-    for flat in _flats(engine):
+    for flat in masters(engine):
         _adam_state(engine, flat)["step"].fill_(step)
 
 
@@ -144,8 +148,8 @@ def _optimizer(engine: Engine) -> Any:
     return engine.engine.optimizer
 
 
-def _flats(engine: Engine) -> list[Tensor]:
-    """The flat fp32 buffers that AdamW updates on this rank."""
+def masters(engine: Engine) -> list[Tensor]:
+    """The flat fp32 buffers of master weights that AdamW updates on this rank."""
     optimizer = _optimizer(engine)
     # ZeRO-3; ZeRO-1 with bf16 weights; ZeRO-1 and 2
     for name in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups"):
@@ -166,7 +170,7 @@ def _adam_state(engine: Engine, flat: Tensor) -> dict[str, Tensor]:
 
 def _parts(engine: Engine) -> Iterator[_Part]:
     """The fragments that this rank holds of its parameters, in the order of the model."""
-    flats = _flats(engine)
+    flats = masters(engine)
     if engine.parallel.zero_stage == 3:
         yield from _stage3_parts(engine, flats)
         return

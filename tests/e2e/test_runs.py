@@ -138,11 +138,11 @@ def test_exported_policy_opens_in_transformers_and_differs_from_the_start(data_p
 @pytest.mark.parametrize(
     "parallel",
     [
-        layout(pp=2),
+        layout(pp=2) | {"actor__parallel__param_offload": True, "actor__parallel__optimizer_offload": True},
         layout(tp=2, sp=True),
         layout(ulysses=2, zero=2),
     ],
-    ids=["pp2", "tp2-sp", "ulysses2-zero2"],
+    ids=["pp2-offload", "tp2-sp", "ulysses2-zero2"],
 )
 def test_layout_changes_nothing(parallel: dict[str, Any], data_parallel: Ended, model: str, tmp_path: Path) -> None:
     other = ran(launch(tmp_path / "run", small(model, **parallel)))
@@ -163,6 +163,8 @@ def test_ppo_with_a_critic_and_a_flawed_scorer(tmp_path: Path) -> None:
         reward__scorer=f"{SCORERS}:flawed",
         trainer__total_training_steps=3,
         critic__parallel__pipeline_model_parallel_size=2,
+        critic__parallel__param_offload=True,
+        critic__parallel__optimizer_offload=True,
     )
     run = launch(tmp_path / "run", settings, yaml="yamls/ppo_cpu.yaml")
     assert run.status == 0 and not run.left, run.output
