@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlscale.config.schema import ActorConfig, Config, CriticConfig, ParallelConfig, SourceConfig
+from rlscale.train.support import refusals
 
 #: estimators that compare the responses to one prompt with each other: with one response there is nothing to compare
 GROUP_ESTIMATORS = ("grpo", "grpo_passk", "opo", "rloo", "reinforce_plus_plus_baseline")
@@ -269,50 +270,8 @@ def _layout(
     role: str, p: ParallelConfig, world: int | None, spec: ModelSizes | None, own_head: bool = False
 ) -> Iterator[Violation]:
     """The parallel layout of one model: what fits the world, the model and DeepSpeed."""
-    key = f"{role}.parallel"
-    tp, pp, sp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.ulysses_sequence_parallel_size
-    tp_key, pp_key = f"{key}.tensor_model_parallel_size", f"{key}.pipeline_model_parallel_size"
-    sp_key, zero_key = f"{key}.ulysses_sequence_parallel_size", f"{key}.zero_stage"
-    if world is not None and world % (tp * pp * sp):
-        what, sizes, product = ("TP x PP", f"{tp} x {pp}", tp * pp)
-        if sp > 1:
-            what, sizes, product = (f"{what} x Ulysses", f"{sizes} x {sp}", product * sp)
-        yield Violation(
-            (tp_key, pp_key, sp_key),
-            f"{key}: {what} = {sizes} = {product} does not divide the {world} processes of "
-            f"this run; {what} could be {_listed(_divisors(world), product)}, or start a multiple of {product} "
-            "processes",
-        )
-    ep, ep_key = p.expert_model_parallel_size, f"{key}.expert_model_parallel_size"
-    if ep not in (1, tp):
-        yield Violation(
-            (ep_key, tp_key),
-            f"{ep_key} is {ep}: it must be 1 (each expert is split over the tensor-parallel ranks) or {tp_key} {tp} "
-            "(each rank holds whole experts); with another size experts would need data-parallel groups of their own, "
-            "which ZeRO does not have here",
-        )
-    if p.sequence_parallel and tp == 1:
-        yield Violation(
-            (f"{key}.sequence_parallel", tp_key),
-            f"{key}.sequence_parallel splits what tensor parallelism leaves "
-            f"whole and needs {tp_key} > 1, not 1; set one or the other",
-        )
-    if p.zero_stage == 3 and pp > 1:
-        yield Violation(
-            (zero_key, pp_key),
-            f"{zero_key} is 3 with {pp_key} {pp}: ZeRO-3 compares over the whole world, inside the forward pass, which "
-            "weights it gathers, and pipeline stages gather different ones, at different times; use zero_stage 1 or 2",
-        )
-    if p.zero_stage == 2 and pp > 1 and spec is not None and spec.tied and not own_head:
-        yield Violation(
-            (zero_key, pp_key),
-            f"{zero_key} is 2 with {pp_key} {pp}, and the model's input and output embeddings are "
-            "tied: the gradient of the shared weight lives on two stages and ZeRO-2 has partitioned it before they "
-            "can be added; use zero_stage 1",
-        )
-    if spec is not None:
-        for message in spec.violations(key, tp, pp, sp, ep):
-            yield Violation((tp_key, pp_key, sp_key, ep_key), message)
+    for refusal in refusals(role, p, world, spec, own_head=own_head):
+        yield Violation(refusal.keys, refusal.message)
 
 
 def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[Violation]:

@@ -33,6 +33,7 @@ from rlscale.reshard.safetensors_io import load_pieces
 from rlscale.reshard.transport import region
 from rlscale.train import offload, zero
 from rlscale.train.schedule import learning_rate
+from rlscale.train.support import refusals
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ class Engine:
         self.role, self.spec, self.parallel, self.optim, self.batching = role, spec, parallel, optim, batching
         self.device, self.dtype, self.total_steps = device, dtype, total_steps
         dims = ParallelDims.of(parallel, device.world)
-        problems = spec.violations(f"{role}.parallel", dims.tp, dims.pp, dims.sp, dims.ep)
-        if problems:
-            raise ValueError("; ".join(problems))
+        refused = refusals(role, parallel, device.world, spec)
+        if refused:
+            raise ValueError("; ".join(r.message for r in refused))
         self.mesh = Mesh.get(dims)
         self.host = offload.HostCopies(device)
         self.steps = 0  # optimizer steps taken
@@ -194,13 +195,17 @@ class Engine:
                     f"{self.role}: a sample has {longest} tokens, and the model attends to a window of {window}, "
                     "which is not supported where a sample exceeds it"
                 )
-        plans = plan_micro_batches(
-            batch,
-            dims.dp,
-            max_tokens=None if budget is None else budget * dims.sp,  # the row is divided over the Ulysses ranks
-            max_sequences=self.batching.max_sequences,
-            share_prefix=self.batching.share_prefix,
-        )
+        try:
+            plans = plan_micro_batches(
+                batch,
+                dims.dp,
+                max_tokens=None if budget is None else budget * dims.sp,  # the row is divided over the Ulysses ranks
+                max_sequences=self.batching.max_sequences,
+                share_prefix=self.batching.share_prefix,
+            )
+        except ValueError as error:  # every rank sees the same batch, so that all of them end here
+            owner = "critic" if self.role == "critic" else "actor"  # a reference is cut as the actor is
+            raise ValueError(f"{owner}.ppo_max_token_len_per_gpu is {budget}: {error}") from error
         mine = plans[self.mesh.coords.dp] or [torch.zeros(0, dtype=torch.int64)]
         multiple = dims.sp * (dims.tp if self.parallel.sequence_parallel else 1)
         return [build_row(batch, rows, share_prefix=self.batching.share_prefix, multiple=multiple) for rows in mine]

@@ -1,178 +1,250 @@
-"""The engine equals one process with transformers and AdamW, in every layout it supports."""
+"""The engine equals one process with transformers and AdamW, in every layout it supports.
+
+The comparison and the list of layouts are those of `tools/parity.py`; here run the ones that differ most, and with a
+mend taken out the comparison must fail.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from rlscale.config.schema import OptimConfig, ParallelConfig
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import canonical_state, load_reference, random_batch, reference_logprobs
+from tests.train.reference import OPTIM, check, policy_gradient  # noqa: F401 (where other tests look for them)
+from tools import parity
+from tools.parity import Case
 
-OPTIM = dict(lr=1e-3, eps=1e-4, weight_decay=0.01, grad_clip=0.05)
-LAYOUTS = {  # name: world, tp, pp, sequence parallel, ZeRO stage, tied
-    "dp1": (1, 1, 1, False, 1, True),
-    "dp2-zero1": (2, 1, 1, False, 1, True),
-    "dp2-zero2": (2, 1, 1, False, 2, False),
-    "tp2": (2, 2, 1, False, 1, False),
-    "tp2-sp": (2, 2, 1, True, 1, True),
-    "pp2": (2, 1, 2, False, 1, False),
-    "pp2-tied": (2, 1, 2, False, 1, True),
-    "tp2-pp2-sp": (4, 2, 2, True, 1, True),
-    "tp2-dp2-sp-zero2": (4, 2, 1, True, 2, True),
-    "pp2-dp2-zero2": (4, 1, 2, False, 2, False),
+BOUND = parity.BOUNDS["float32"]
+LAYOUTS = {
+    "tied, prompts repeated": Case(tied=True, share_prefix=False),
+    "dp2 zero2": Case(dp=2, zero=2, arch="mistral"),
+    "tp2, 2 kv heads": Case(tp=2, kv=2, arch="qwen2"),
+    "tp2 sp tied": Case(tp=2, sp=True, tied=True),
+    "pp2 tied recompute": Case(pp=2, tied=True, recompute=True, arch="llama"),
+    "ulysses2, 1 kv head": Case(ulysses=2, kv=1),
+    "critic dp2 zero2": Case(role="critic", dp=2, zero=2),
+    "tp4 sp": Case(tp=4, sp=True, arch="qwen2"),
+    "pp4": Case(pp=4),
+    "tp2 pp2 sp tied": Case(tp=2, pp=2, sp=True, tied=True, recompute=True),
+    "tp2 sp dp2 zero2": Case(tp=2, sp=True, dp=2, zero=2, tied=True, arch="llama"),
+    "pp2 dp2 zero2": Case(pp=2, dp=2, zero=2, arch="mistral"),
+    "ulysses4, 2 kv heads": Case(ulysses=4, kv=2, zero=2, tied=True),
+    "ulysses2 pp2 tied": Case(ulysses=2, pp=2, tied=True),
+    "tp4, 2 kv heads": Case(tp=4, kv=2, tied=True, recompute=True),
+    "experts tp2 ep2 sp dp2": Case(arch="qwen3_moe", tp=2, ep=2, sp=True, dp=2, zero=2),
+    "tp2 sp dp2 zero3 tied": Case(tp=2, sp=True, dp=2, zero=3, tied=True),
+    "ulysses2 dp2 zero3": Case(ulysses=2, dp=2, zero=3, recompute=True),
+    "critic tp2 sp pp2": Case(role="critic", tp=2, sp=True, pp=2),
+    "ulysses2 tp2 sp dp2 zero2": Case(ulysses=2, tp=2, sp=True, dp=2, zero=2, tied=True),
 }
 
 
-def parallel(name: str) -> tuple[ParallelConfig, int, bool]:
-    world, tp, pp, sp, zero, tied = LAYOUTS[name]
-    layout = ParallelConfig(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=sp, zero_stage=zero
-    )
-    return layout, world, tied
-
-
-def policy_gradient(out, micro):
-    loss = torch.where(micro.weights != 0, -out.logprobs * micro.advantages * micro.weights, 0.0 * out.logprobs).sum()
-    return loss, {"tokens": micro.mask.sum()}
-
-
-def run_engine(
-    folder: str, layout: ParallelConfig, batch, options: dict, steps: int, temperature: float, mutation: str = ""
-) -> dict:
-    """On every rank: log-probs before, two updates, log-probs after, and this rank's slices of every weight."""
-    from unittest import mock
-
+def on_each_rank(case: Case, fault: str = "") -> dict[str, parity.Difference]:
     from rlscale.cluster.device import init_distributed
-    from rlscale.model import gpt, moe
-    from rlscale.model.arch import ModelSpec
-    from rlscale.reshard.transport import region
-    from rlscale.train.engine import Batching, Engine
 
-    device = init_distributed("cpu")
-    faults = {
-        "marks": mock.patch.object(gpt, "_mark_sharded", lambda body: None),
-        "expert-marks": mock.patch.object(gpt, "Experts", ()),
-    }
-    with faults.get(mutation, nullcontext()):
-        engine = Engine(
-            "actor",
-            ModelSpec.from_hf(folder),
-            folder,
-            layout,
-            OptimConfig(**OPTIM),
-            Batching(**options),
-            device,
-            dtype=torch.float32,
-            temperature=temperature,
-        )
-    if mutation == "re-arming":
-        engine.stage.on_backward = None
-    elif mutation == "norm-sum":
-        for module in engine.stage.modules():
-            if isinstance(module, gpt.RMSNorm):
-                module.tp_group = None
-    elif mutation == "router-sum":
-        for module in engine.stage.modules():
-            if isinstance(module, moe.Router):
-                module.group = None
-    elif mutation == "expert-input-sum":
-        for module in engine.stage.modules():
-            if isinstance(module, moe.SparseMLP):
-                without = mock.patch.object(moe, "copy_to_tensor_model_parallel_region", lambda x, group: x)
-                module.forward = without(module.forward)
-    elif mutation == "loss-scale":
-        engine._loss_scale = lambda micro_batches: 1
-    elif mutation == "tied-sum":
-        engine._reduce_tied = lambda: None
-    before, entropy = engine.logprobs(batch, entropy=True)
-    metrics = [engine.update(batch, policy_gradient) for _ in range(steps)]
-    after, _ = engine.logprobs(batch)
-    pieces = [p for p in engine.layout.pieces if p.rank == device.rank]
-    tensors = engine.tensors()
-    shards = [(p.name, p.index, region(tensors[p.key], p).clone()) for p in pieces]
-    return {"before": before, "entropy": entropy, "after": after, "metrics": metrics, "shards": shards}
+    prepare, patch = FAULTS[fault]() if fault else (None, nullcontext())
+    with patch:
+        found = parity.compare(case, init_distributed("cpu"), prepare)
+    return {d.what: d for d in found}
 
 
-def train_reference(folder: str, batch, steps: int, temperature: float):
-    model = load_reference(folder)
-    optim = torch.optim.AdamW(model.parameters(), lr=OPTIM["lr"], eps=OPTIM["eps"], weight_decay=OPTIM["weight_decay"])
-    before, entropy = (x.detach() for x in reference_logprobs(model, batch, temperature))
-    norms, losses = [], []
-    for _ in range(steps):
-        optim.zero_grad()
-        logp, _ = reference_logprobs(model, batch, temperature)
-        loss = -(logp * batch.advantages * batch.weights).sum()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM["grad_clip"])))
-        losses.append(float(loss.detach()))
-        optim.step()
-    after = reference_logprobs(model, batch, temperature)[0].detach()
-    return before, entropy, after, norms, losses, canonical_state(model)
+def differences(case: Case, fault: str = "") -> dict[str, parity.Difference]:
+    return worlds.run(case.world, on_each_rank, case, fault)[0]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_equals_one_process(name: str) -> None:
-    layout, world, tied = parallel(name)
-    arch = {"tp2": "qwen2", "pp2": "llama", "dp2-zero2": "mistral"}.get(name, "qwen3")
-    folder = tiny_model(arch, tied=tied, layers=4)
-    batch = random_batch()
-    check(folder, layout, world, batch, dict(max_tokens=48), temperature=0.7)
+    found = differences(LAYOUTS[name])
+    wanted = {"loss", "gradient norm", "gradients", "parameters"}
+    wanted |= {"values", "values after"} if LAYOUTS[name].role == "critic" else {"log-probs", "entropy"}
+    assert wanted <= set(found)
+    assert all(d.value <= BOUND for d in found.values()), found
+
+
+# ---- the division of the batch
+
+DIVISIONS = {
+    "one micro-batch": Case(budget=1000),
+    "a document fills the budget": Case(budget=parity.LONGEST),
+    "another order": Case(budget=64, order=3),
+    "every response with its prompt": Case(budget=64, share_prefix=False),
+    "uneven over 2 ranks": Case(dp=2, budget=52, share_prefix=False),
+    "another order over 2 ranks": Case(dp=2, order=5),
+    "uneven over 4 ranks": Case(dp=4, budget=52, share_prefix=False, zero=2),
+    "over 4 ranks, each row over 2 of them": Case(dp=2, ulysses=2, order=1),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_budgets_orders_and_ranks_give_the_same_parameters(name: str) -> None:
+    """All are within 5e-7 of the same parameters, so any two of them are within 1e-6 of each other."""
+    case = DIVISIONS[name]
+    found = differences(case)
+    assert found["parameters"].value < 5e-7 and all(d.value <= BOUND for d in found.values()), found
+
+
+FEW = {
+    "dp4": Case(dp=4, groups=1, zero=2),
+    "pp2 dp4": Case(pp=2, dp=4, groups=1, tied=True),
+    "ulysses2 dp4": Case(ulysses=2, dp=4, groups=1, arch="qwen2"),
+}
+
+
+def micro_batches(case: Case) -> list[int]:
+    """Micro-batches of each data-parallel rank that are not empty."""
+    from rlscale.batch.microbatch import plan_micro_batches
+
+    plans = plan_micro_batches(
+        parity.draw_batch(case), case.dp, max_tokens=case.budget, max_sequences=None, share_prefix=case.share_prefix
+    )
+    return [sum(rows.numel() > 0 for rows in plan) for plan in plans]
+
+
+def test_the_batch_holds_what_goes_wrong() -> None:
+    """Ranks have unequal numbers of micro-batches or none, a document is one token or the whole budget."""
+    assert micro_batches(DIVISIONS["uneven over 2 ranks"]) == [2, 3]
+    assert len(set(micro_batches(DIVISIONS["uneven over 4 ranks"]))) == 2
+    for case in FEW.values():
+        assert 0 in micro_batches(case)
+    batch = parity.draw_batch(Case())
+    lengths = batch.prompt_lengths[batch.group] + batch.response_lengths
+    assert int(lengths.max()) == Case().budget and 1 in batch.response_lengths and 1 in batch.prompt_lengths
+    of_row = torch.repeat_interleave(torch.arange(batch.num_samples), batch.response_lengths)
+    assert 0 in torch.zeros(batch.num_samples).index_add_(0, of_row, batch.mask)  # a response that is masked altogether
+    assert bool(batch.advantages.isnan().any())
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_fewer_documents_than_ranks(name: str) -> None:
+    found = differences(FEW[name])
+    assert all(d.value <= BOUND for d in found.values()), found
+
+
+def too_long(case: Case) -> list[str]:
+    """Give a document that is longer than the budget to passes and steps; the errors, and whether a weight moved."""
+    from rlscale.cluster.device import init_distributed
+
+    said: list[str] = []
+
+    def prepare(engine: Any) -> None:
+        before = {key: t.clone() for key, t in engine.tensors().items()}
+        batch = parity.draw_batch(case)
+        engine.batching = replace(engine.batching, max_tokens=parity.LONGEST // case.ulysses - 1)
+        for call in (lambda: engine.logprobs(batch), lambda: engine.update(batch, parity.objective, entropy=True)):
+            try:
+                call()
+            except ValueError as error:
+                said.append(str(error))
+        assert all(torch.equal(t, before[key]) for key, t in engine.tensors().items())
+        engine.batching = replace(engine.batching, max_tokens=parity.LONGEST)
+
+    found = parity.compare(case, init_distributed("cpu"), prepare)  # the engine goes on unharmed
+    assert all(d.value <= BOUND for d in found), found
+    return said
+
+
+@pytest.mark.parametrize("case", [Case(pp=2), Case(ulysses=2)], ids=["pp2", "ulysses2"])
+def test_document_longer_than_the_budget_is_an_error_on_every_rank(case: Case) -> None:
+    for said in worlds.run(2, too_long, case):
+        assert len(said) == 2
+        for message in said:
+            assert message.startswith("actor.ppo_max_token_len_per_gpu is ") and "sample 3 has 48 tokens" in message
+
+
+# ---- faults that the comparison must see
+
+
+def _re_arming() -> tuple[Any, AbstractContextManager[Any]]:
+    def prepare(engine: Any) -> None:
+        engine.stage.on_backward = None
+
+    return prepare, nullcontext()
+
+
+def _norm_sum() -> tuple[Any, AbstractContextManager[Any]]:
+    from rlscale.model import gpt
+
+    def prepare(engine: Any) -> None:
+        for module in engine.stage.modules():
+            if isinstance(module, gpt.RMSNorm):
+                module.tp_group = None
+
+    return prepare, nullcontext()
+
+
+def _loss_scale() -> tuple[Any, AbstractContextManager[Any]]:
+    def prepare(engine: Any) -> None:
+        engine._loss_scale = lambda micro_batches: 1
+
+    return prepare, nullcontext()
+
+
+def _marks() -> tuple[Any, AbstractContextManager[Any]]:
+    from rlscale.model import gpt
+
+    return None, mock.patch.object(gpt, "_mark_sharded", lambda body: None)
+
+
+def _tied_sum() -> tuple[Any, AbstractContextManager[Any]]:
+    def prepare(engine: Any) -> None:
+        engine._reduce_tied = lambda: None
+
+    return prepare, nullcontext()
+
+
+def _sp_sum() -> tuple[Any, AbstractContextManager[Any]]:
+    """Gradients summed over the data-parallel ranks only, as if Ulysses ranks had seen the whole row each."""
+
+    def prepare(engine: Any) -> None:
+        engine._loss_scale = lambda micro_batches: micro_batches * engine.mesh.dims.dp
+
+    return prepare, nullcontext()
+
+
+def _not_contiguous() -> tuple[Any, AbstractContextManager[Any]]:
+    from rlscale.model import ulysses
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        out = torch.empty_like(grad)  # keeps the strides of a transposed gradient, which the exchange does not heed
+        torch.distributed.all_to_all_single(out, grad.contiguous(), group=ctx.group)
+        return out, None
+
+    return None, mock.patch.object(ulysses._AllToAll, "backward", staticmethod(backward))
+
+
+FAULTS = {
+    "re-arming": _re_arming,
+    "norm-sum": _norm_sum,
+    "loss-scale": _loss_scale,
+    "marks": _marks,
+    "tied-sum": _tied_sum,
+    "sp-sum": _sp_sum,
+    "not-contiguous": _not_contiguous,
+}
 
 
 @pytest.mark.parametrize(
-    "options",
+    "fault, case, seen_in",
     [
-        dict(max_tokens=1000),
-        dict(max_tokens=24, share_prefix=False),
-        dict(max_tokens=None, max_sequences=2),
-        dict(max_tokens=48, recompute=True, head_chunk=5),
-    ],
-    ids=["one", "no-sharing", "by-sequences", "recompute"],
-)
-def test_division_does_not_matter(options: dict) -> None:
-    layout, world, tied = parallel("dp2-zero1")
-    check(tiny_model("qwen3", tied=tied, layers=4), layout, world, random_batch(), options, temperature=1.0)
-
-
-def test_one_response_over_two_ranks_of_which_one_is_empty() -> None:
-    layout, world, tied = parallel("dp2-zero2")
-    batch = random_batch(groups=1, n=1, seed=3)
-    check(tiny_model("mistral", tied=tied, layers=4), layout, world, batch, dict(max_tokens=64), temperature=1.0)
-
-
-@pytest.mark.parametrize(
-    "mutation, name",
-    [
-        ("re-arming", "pp2-dp2-zero2"),
-        ("norm-sum", "tp2-sp"),
-        ("loss-scale", "dp2-zero1"),
-        ("marks", "tp2"),
-        ("tied-sum", "pp2-tied"),
+        ("re-arming", Case(pp=2, dp=2, zero=2), ""),
+        ("norm-sum", Case(tp=2, sp=True), "gradients"),
+        ("loss-scale", Case(dp=2), "gradient norm"),
+        ("marks", Case(tp=2), "gradient norm"),
+        ("tied-sum", Case(pp=2, tied=True), "gradients"),
+        ("sp-sum", Case(ulysses=2), "gradient norm"),
+        ("not-contiguous", Case(ulysses=2), "gradients"),
     ],
 )
-def test_comparison_catches_a_mend_taken_out(mutation: str, name: str) -> None:
-    """Each of these faults gives wrong numbers (re-arming: no gradient to reduce); the comparison must fail on it."""
-    layout, world, tied = parallel(name)
-    folder = tiny_model("qwen3", tied=tied, layers=4)
-    with pytest.raises((AssertionError, TypeError)):
-        check(folder, layout, world, random_batch(), dict(max_tokens=24), temperature=1.0, mutation=mutation)
-
-
-def check(folder, layout, world, batch, options, temperature, mutation="") -> None:
-    before, entropy, after, norms, losses, weights = train_reference(folder, batch, 2, temperature)
-    results = worlds.run(world, run_engine, folder, layout, batch, options, 2, temperature, mutation)
-    for result in results:
-        torch.testing.assert_close(result["before"], before, atol=2e-5, rtol=1e-5)
-        torch.testing.assert_close(result["entropy"], entropy, atol=2e-5, rtol=1e-5)
-        torch.testing.assert_close(result["after"], after, atol=5e-5, rtol=1e-4)
-        for step, metrics in enumerate(result["metrics"]):
-            assert metrics["grad_norm"] == pytest.approx(norms[step], rel=1e-4)
-            assert metrics["loss"] == pytest.approx(losses[step], rel=1e-4, abs=1e-6)
-            assert metrics["tokens"] == batch.mask.sum()
-        for tensor, index, mine in result["shards"]:
-            expected = weights[tensor][tuple(slice(a, b) for a, b in index)]
-            torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4, msg=lambda m, t=tensor: f"{t}: {m}")
+def test_comparison_sees_a_mend_taken_out(fault: str, case: Case, seen_in: str) -> None:
+    """Each of these gives the right log-probs before training and a wrong gradient (re-arming: none to step with)."""
+    if not seen_in:
+        with pytest.raises(TypeError):
+            differences(case, fault)
+        return
+    found = differences(case, fault)
+    assert found["log-probs"].value <= BOUND and found[seen_in].value > 100 * BOUND, found
