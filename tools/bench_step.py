@@ -163,6 +163,7 @@ def run_ours(args: argparse.Namespace, folder: Path) -> Result:
         "trainer.val_before_train": "false",
         "trainer.test_freq": -1,
         "trainer.save_freq": -1,
+        "trainer.export": "never",
         "trainer.plots": "false",
         "trainer.seed": args.seed,
         "actor.use_kl_loss": "false",

@@ -31,7 +31,9 @@ def help_of(cls: type, name: str) -> str:
 
 @dataclass
 class TrainerConfig:
-    run_dir: str = opt("runs/default", "folder of the run: config, metrics, events, rollouts, plots, checkpoints")
+    run_dir: str = opt(
+        "runs/default", "folder of the run: config, metrics, events, rollouts, plots, checkpoints, export"
+    )
     seed: int = opt(1, "seed of initialisation, shuffling and sampling", min=0)
     device: str = opt("auto", "accelerator: auto takes cuda if there is one", choices=("auto", "cpu", "cuda"))
     total_training_steps: int | None = opt(
@@ -40,12 +42,32 @@ class TrainerConfig:
     total_epochs: int = opt(1, "passes over the training data, used where total_training_steps is null", min=1)
     save_freq: int = opt(
         0,
-        "steps between exports of the policy to checkpoints/ as a Hugging Face folder; 0: only at the end, -1: never",
+        "steps between checkpoints (weights, optimizer, run state) in checkpoints/; 0: only at the end, -1: none",
         min=-1,
+    )
+    async_save: bool = opt(False, "write checkpoints beside the next steps, from a copy in host memory")
+    continue_on_save_error: bool = opt(False, "go on with a warning when a checkpoint cannot be written (disk full)")
+    keep_last: int | None = opt(2, "checkpoints to keep, the last ones; null: all", min=1)
+    keep_every: int = opt(0, "keep the checkpoints of steps that are multiples of this as well; 0: no more", min=0)
+    keep_best: str | None = opt(
+        None,
+        "metric of which the checkpoint with the highest value is kept as well (-metric: lowest); a checkpoint of a "
+        "step without the metric does not take part",
+    )
+    export: str = opt(
+        "end",
+        "when the policy is written to export/step_* as a Hugging Face folder: at the end, also with each checkpoint",
+        choices=("never", "end", "save"),
     )
     test_freq: int = opt(0, "steps between validations; 0: only before and after training, -1: never", min=-1)
     val_before_train: bool = opt(True, "validate before the first step")
-    resume_mode: str = opt("disable", "disable: start anew (exact resuming is not built yet)", choices=("disable",))
+    resume_mode: str = opt(
+        "disable",
+        "start anew (an earlier run's files move to previous/), from the last whole checkpoint of run_dir if there is "
+        "one, or from resume_from_path",
+        choices=("disable", "auto", "path"),
+    )
+    resume_from_path: str | None = opt(None, "folder of the checkpoint (.../checkpoints/step_*) of resume_mode path")
     logger: list[str] = opt(["jsonl", "tensorboard"], "metric writers: any of jsonl, tensorboard")
     rollout_dump_freq: int = opt(1, "steps between rollouts/step_*.jsonl files; 0: none", min=0)
     plots: bool = opt(True, "draw plots/*.png at the end of the run")

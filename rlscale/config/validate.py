@@ -140,6 +140,16 @@ def _trainer(c: Config) -> Iterator[Violation]:
             f"trainer.critic_warmup is "
             f"{t.critic_warmup}, so the actor would never be trained in total_training_steps {t.total_training_steps}",
         )
+    if (t.resume_mode == "path") != (t.resume_from_path is not None):
+        yield Violation(
+            ("trainer.resume_mode", "trainer.resume_from_path"),
+            f"trainer.resume_mode is {t.resume_mode} and trainer.resume_from_path {t.resume_from_path}: mode path "
+            "needs the folder of a checkpoint, and no other mode takes one",
+        )
+    elif t.resume_from_path is not None and not Path(t.resume_from_path).expanduser().is_dir():
+        yield Violation(
+            ("trainer.resume_from_path",), f"trainer.resume_from_path: no such folder: {t.resume_from_path}"
+        )
     run_dir = Path(t.run_dir).expanduser()
     if not t.run_dir:
         yield Violation(("trainer.run_dir",), "trainer.run_dir must name a folder")

@@ -220,11 +220,11 @@ def validation(run: Run, step: int, trajectories: list[Trajectory], metrics: dic
 
 
 def export_policy(run: Run, step: int) -> None:
-    """checkpoints/step_*: the policy as a Hugging Face folder that transformers and vLLM open."""
+    """export/step_*: the policy as a Hugging Face folder that transformers and vLLM open."""
     from rlscale.model.arch import resolve_folder
     from rlscale.reshard.safetensors_io import export_hf
 
-    folder = Path(run.cfg.trainer.run_dir) / "checkpoints" / f"step_{step:06d}"
+    folder = Path(run.cfg.trainer.run_dir) / "export" / f"step_{step:06d}"
     export_hf(
         folder,
         run.actor.layout,

@@ -28,17 +28,22 @@ def train(cfg: Config, device: Device) -> None:
     """Run the configured algorithm to its end. Collective over the world; errors end the process with a message."""
     run = build(cfg, device)
     try:
-        if cfg.trainer.val_before_train:
+        if cfg.trainer.val_before_train and run.step == 0:
             validate(run, 0)
-        for step in range(1, run.total_steps + 1):
+        for step in range(run.step + 1, run.total_steps + 1):
             metrics = train_step(run, step)
             last = step == run.total_steps
             if run.val and cfg.trainer.test_freq >= 0 and (last or _due(step, cfg.trainer.test_freq)):
                 metrics.update(validate(run, step))
             run.writer.log(step, metrics)
             run.progress.step(step, metrics)
-            if cfg.trainer.save_freq >= 0 and (last or _due(step, cfg.trainer.save_freq)):
+            run.step = step
+            saves = cfg.trainer.save_freq >= 0 and (last or _due(step, cfg.trainer.save_freq))
+            if (last and cfg.trainer.export != "never") or (saves and cfg.trainer.export == "save"):
                 report.export_policy(run, step)
+            if saves:
+                run.checkpoints.save(run, step, metrics)
+        run.checkpoints.wait()
         report.finish(run)
     finally:
         run.close()

@@ -16,6 +16,7 @@ from rlscale.config.schema import ActorConfig, Config, CriticConfig
 from rlscale.config.validate import uses_critic, uses_reference
 from rlscale.data.dataset import PromptData
 from rlscale.data.tokenizers import eos_token_ids, load_tokenizer
+from rlscale.loop.checkpoint import Checkpoints, Resume, find, restore, set_later_aside
 from rlscale.model.arch import ModelSpec
 from rlscale.observe.progress import Progress
 from rlscale.observe.writers import RunWriter
@@ -43,6 +44,8 @@ class Run:
     writer: RunWriter
     progress: Progress
     kl_controller: FixedKL
+    checkpoints: Checkpoints
+    step: int = 0  # steps done
     started: float = field(default_factory=time.time)
     tokens_seen: int = 0
 
@@ -51,6 +54,11 @@ class Run:
         for engine in (self.actor, self.reference, self.critic):
             if engine is not None:
                 engine.rest()
+
+    @property
+    def trained(self) -> dict[str, Engine]:
+        """The models that are trained, by role."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     def close(self) -> None:
         """End engine and scorer processes and flush the writers; safe after an error on any rank."""
@@ -80,19 +88,25 @@ def optimizer_steps(cfg: Config, steps: int, mini_batch: int, epochs: int) -> in
 
 
 def build(cfg: Config, device: Device) -> Run:
-    """Load data and models, start the engines. Collective; raises before anything trains if a part does not fit."""
+    """Load data and models, start the engines, continue from a checkpoint if there is one to continue from.
+
+    Collective; raises before anything trains if a part does not fit.
+    """
+    resume = find(cfg, device)
     tokenizer = load_tokenizer(cfg.model)
     spec = ModelSpec.from_hf(cfg.model.path)
     seed = cfg.trainer.seed
     data = PromptData(cfg.data.train, cfg.data, tokenizer, cfg.data.train_batch_size, seed, cfg.data.shuffle)
     val = PromptData(cfg.data.val, cfg.data, tokenizer, None, seed, False, "data.val") if cfg.data.val else None
+    if resume is not None:
+        data.load_state_dict(resume.state["data"])
     steps = planned_steps(cfg, len(data))
-    progress = Progress(steps, rank=device.rank)
+    progress = Progress(steps, resume.step if resume else 0, rank=device.rank)
     prompts = data.all() + (val.all() if val else [])
     scorers = {p.scorer for p in prompts}
     targets_of(cfg.reward, scorers)  # on every rank, so that all refuse a bad scorer alike
     progress.message(_data_line(cfg, data, val))
-    writer = RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank)  # first: it sets the files of an earlier run aside
+    writer = _writer(cfg, device, resume, progress)
     pool = RewardPool(cfg.reward, scorers) if is_leader(cfg, device) else None
     rollout = Rollout(
         cfg, device, cfg.trainer.run_dir, tokenizer=tokenizer, eos_ids=eos_token_ids(cfg.model.path, tokenizer)
@@ -102,6 +116,24 @@ def build(cfg: Config, device: Device) -> Run:
         actor, reference, critic = _models(cfg, spec, device, steps)
         progress.message(f"starting {rollout.replicas} vLLM engine(s); their logs: {cfg.trainer.run_dir}/engines")
         rollout.start()
+        run = Run(
+            cfg=cfg,
+            device=device,
+            total_steps=steps,
+            train=data,
+            val=val,
+            actor=actor,
+            reference=reference,
+            critic=critic,
+            rollout=rollout,
+            pool=pool,
+            writer=writer,
+            progress=progress,
+            kl_controller=kl_controller(cfg),
+            checkpoints=Checkpoints(cfg, progress),
+        )
+        if resume is not None:
+            restore(run, resume)
     except BaseException:
         rollout.close()
         if pool is not None:
@@ -109,21 +141,17 @@ def build(cfg: Config, device: Device) -> Run:
         progress.close()
         raise
     progress.restart_clock()
-    return Run(
-        cfg=cfg,
-        device=device,
-        total_steps=steps,
-        train=data,
-        val=val,
-        actor=actor,
-        reference=reference,
-        critic=critic,
-        rollout=rollout,
-        pool=pool,
-        writer=writer,
-        progress=progress,
-        kl_controller=kl_controller(cfg),
-    )
+    return run
+
+
+def _writer(cfg: Config, device: Device, resume: Resume | None, progress: Progress) -> RunWriter:
+    """The run folder: a new run sets the files of an earlier one aside, a resumed one drops what came after."""
+    if resume is None:
+        return RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank)
+    progress.message(f"resuming after step {resume.step} from {resume.record.path}")
+    for message in [*resume.messages, *set_later_aside(cfg, resume, device)]:
+        progress.message(message)
+    return RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank, resume.step if resume.in_place else None)
 
 
 def _data_line(cfg: Config, data: PromptData, val: PromptData | None) -> str:

@@ -157,6 +157,17 @@ CASES: list[tuple[str, Callable[[Config], None], list[str]]] = [  # name, what i
         both(put("data.val", []), put("trainer.test_freq", 2)),
         ["trainer.test_freq is 2", "data.val"],
     ),
+    (
+        "path of what",
+        put("trainer.resume_mode", "path"),
+        ["trainer.resume_mode is path", "trainer.resume_from_path None", "needs the folder of a checkpoint"],
+    ),
+    ("path without mode", put("trainer.resume_from_path", "x"), ["resume_mode is disable", "resume_from_path x"]),
+    (
+        "no such checkpoint",
+        both(put("trainer.resume_mode", "path"), put("trainer.resume_from_path", "nowhere/step_000001")),
+        ["trainer.resume_from_path: no such folder: nowhere/step_000001"],
+    ),
     ("no run dir", put("trainer.run_dir", ""), ["trainer.run_dir"]),
     ("run dir is a file", put("trainer.run_dir", __file__), ["trainer.run_dir", "not a folder"]),
     ("no model", put("model.path", ""), ["model.path must name"]),

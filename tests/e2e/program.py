@@ -149,6 +149,7 @@ def small(model: str, **overrides: Any) -> dict[str, Any]:
         "trainer.val_before_train": False,
         "trainer.test_freq": -1,
         "trainer.save_freq": -1,
+        "trainer.export": "never",
         "trainer.plots": False,
         "data.train_batch_size": 4,
         "data.max_prompt_length": 96,

@@ -89,6 +89,7 @@ def data_parallel(model: str, tmp_path_factory: pytest.TempPathFactory) -> Ended
         "trainer__val_before_train": True,
         "trainer__test_freq": 0,
         "trainer__save_freq": 0,
+        "trainer__export": "end",
         "trainer__plots": True,
         "data__val": [{"task": "addition", "size": 4, "seed": 2, "params": {"split": "val"}}],
     }
@@ -125,7 +126,7 @@ def test_exported_policy_opens_in_transformers_and_differs_from_the_start(data_p
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    [exported] = ran(data_parallel).folder.glob("checkpoints/step_*")
+    [exported] = ran(data_parallel).folder.glob("export/step_*")
     start, end = (
         AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).state_dict() for p in (model, str(exported))
     )

@@ -85,6 +85,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, sleeps: bool, count: int = 1, warmup:
         writer=None,  # type: ignore[arg-type]
         progress=Progress(count, rank=1),
         kl_controller=kl_controller(cfg),
+        checkpoints=None,  # type: ignore[arg-type]
     )
     for step in range(1, count + 1):
         rl.train_step(run, step)

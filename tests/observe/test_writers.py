@@ -46,11 +46,16 @@ def test_a_resumed_run_drops_what_was_cut_off_or_is_later_than_its_state(config:
     writer = RunWriter(config, tmp_path)
     for step in (1, 2, 3):
         writer.log(step, {"a": float(step)})
+        writer.rollouts(step, [{"prompt": ""}])
+        writer.rollouts(step, [{"prompt": ""}], kind="val")
     writer.close()
     with open(tmp_path / METRICS, "a") as file:
         file.write('{"step": 4, "a"')  # killed while writing
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2, 3]
     writer = RunWriter(config, tmp_path, resume_step=2)
+    assert sorted(p.name for p in tmp_path.glob("rollouts/*")) == [
+        "step_000001.jsonl", "step_000002.jsonl", "val_000001.jsonl", "val_000002.jsonl",
+    ]  # fmt: skip
     writer.log(3, {"a": 30.0})
     writer.close()
     assert [r["a"] for r in read_metrics(tmp_path)] == [1.0, 2.0, 30.0]
@@ -62,10 +67,14 @@ def test_a_new_run_moves_the_old_one_aside(config: Config, tmp_path: Path) -> No
         writer.log(1, {"reward": reward})
         writer.rollouts(1, [{"reward": reward}])
         writer.close()
-    (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / f"step_{round(10 * reward)}").mkdir(parents=True)
     assert read_metrics(tmp_path)[0]["reward"] == 0.3
     assert [read_metrics(tmp_path / "previous" / n)[0]["reward"] for n in "12"] == [0.1, 0.2]
     assert (tmp_path / "previous/1/rollouts/step_000001.jsonl").is_file()
+    # a checkpoint of another run must never be taken for one of this
+    assert [next((tmp_path / p / "checkpoints").iterdir()).name for p in ("previous/1", "previous/2", ".")] == [
+        "step_1", "step_2", "step_3",
+    ]  # fmt: skip
 
 
 def test_rollouts_are_whole_files_of_rows(config: Config, tmp_path: Path) -> None:
