@@ -10,7 +10,7 @@ data-parallel ranks) take.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -273,6 +273,20 @@ class Engine:
         """[T] fp32: value of the state in which each response token was chosen."""
         return self._forward(batch, 1)[0]
 
+    def scores(self, batch: PackedBatch) -> Tensor:
+        """[B] fp32: what a reward model (one scalar a token) says at the last token of each sequence, prompt and
+        response.
+        """
+        assert self.spec.value_head, f"{self.role} has no scalar head"
+        longer = with_one_more_token(batch)  # the value "in which it is chosen" is that of the last token before it
+        own, budget = self.batching, self.batching.max_tokens
+        self.batching = replace(own, max_tokens=None if budget is None else budget + 1)  # it does not enter the model
+        try:
+            values = self._forward(longer, 1)[0]
+        finally:
+            self.batching = own
+        return values[longer.cu_seqlens[1:] - 1]
+
     def update(
         self, batch: PackedBatch, loss_fn: LossFn, *, entropy: bool = False, entropy_grad: bool = False
     ) -> dict[str, float]:
@@ -396,6 +410,24 @@ class Engine:
                 dist.all_reduce(grad, group=self.mesh.embd_group)
                 return
         raise RuntimeError(f"{self.role}: no accumulated gradient found on the tied embedding")
+
+
+def with_one_more_token(batch: PackedBatch) -> PackedBatch:
+    """The same sequences with one token of any kind after each response."""
+    count = batch.num_samples
+    cu = batch.cu_seqlens + torch.arange(count + 1)
+    tokens = torch.zeros(int(cu[-1]), dtype=batch.tokens.dtype)
+    owner = torch.repeat_interleave(torch.arange(count), batch.response_lengths)
+    tokens[torch.arange(batch.tokens.numel()) + owner] = batch.tokens
+    return PackedBatch(
+        prompt_tokens=batch.prompt_tokens,
+        prompt_cu_seqlens=batch.prompt_cu_seqlens,
+        group=batch.group,
+        tokens=tokens,
+        cu_seqlens=cu,
+        mask=torch.ones(tokens.numel()),
+        rewards=batch.rewards,
+    )
 
 
 def token_index(batch: PackedBatch, rows: Tensor) -> Tensor:

@@ -105,12 +105,14 @@ def _parameters(engine: Engine) -> Iterator[Tensor]:
 
 
 def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
-    """fp32 masters and AdamW's moments."""
+    """fp32 masters and AdamW's moments; its count of steps, one number, stays where it can be read."""
     if engine.engine is None:
         return
     for flat in zero.masters(engine):
         yield flat.data
-        yield from (v for v in engine.engine.optimizer.optimizer.state[flat].values() if isinstance(v, Tensor))
+        yield from (
+            v for v in engine.engine.optimizer.optimizer.state[flat].values() if isinstance(v, Tensor) and v.dim()
+        )
 
 
 def release_gradients(engine: Engine) -> None:
