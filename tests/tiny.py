@@ -135,6 +135,7 @@ def _build(
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
+    model.should_save_on_this_rank = lambda *_: True  # in a process group transformers lets rank 0 alone write
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
