@@ -14,9 +14,11 @@ gradient norm of each step, every gradient as AdamW has seen it (its first momen
 ranks and clipping are in it), every parameter after the second step, and the log-probs with them.
 
 The difference of two tensors is ``max |a - b| / max |b|``, b being the single process's, each tensor (a slice of it on
-this rank, relative to the whole) on its own; that of two numbers is ``|a - b| / |b|``. Exit code: 0 if none is above
-the bound (1e-5 in fp32), 1 if one is, 2 if the layout is refused. Adam's eps is 1e-4: with 1e-8 a gradient that is zero
-up to rounding moves a parameter by a whole learning rate.
+this rank, relative to the whole) on its own; that of two numbers is ``|a - b| / |b|``. A gradient that is small beside
+the others is a difference of large terms, whose rounding it carries: there ``max |b|`` is at least a twentieth of that
+of the largest gradient. Exit code: 0 if no difference is above the bound (1e-5 in fp32), 1 if one is, 2 if the layout
+is refused. Adam's eps is 1e-4: with 1e-8 a gradient that is zero up to rounding moves a parameter by a whole learning
+rate.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from rlscale.train.support import refusals  # noqa: E402
 BOUNDS = {"float32": 1e-5, "bfloat16": 5e-2}  # bf16: its rounding of weights, activations and gradients is in it
 STEPS = 2
 TEMPERATURE = 0.7
+SMALL = 1 / 20  # of the largest gradient: the scale of those that are smaller
 LONGEST = 48  # tokens of the longest document, as far as the budget allows
 OPTIM = OptimConfig(lr=1e-3, eps=1e-4, weight_decay=0.01, grad_clip=0.05, max_skipped_steps=1)
 ENTROPY_COEFF = 0.01
@@ -397,7 +400,7 @@ def _differences(engine: Any, case: Case, truth: Truth) -> Iterator[Difference]:
         yield Difference("loss", _ratio(got["loss"], truth.losses[step]), f"step {step + 1}")
         yield Difference("gradient norm", _ratio(got["grad_norm"], truth.norms[step]), f"step {step + 1}")
         assert got["tokens"] == float(batch.mask.sum()), f"{got['tokens']} tokens were counted"
-        yield from _tensors("gradients", engine.model_layout, moments(engine), truth.moments[step])
+        yield from _tensors("gradients", engine.model_layout, moments(engine), truth.moments[step], SMALL)
     if engine.dtype == torch.float32:  # the weights that the model computes with, as ZeRO-3 holds them too
         yield from _tensors("parameters", engine.layout, engine.tensors(), truth.weights)
     else:
@@ -405,16 +408,20 @@ def _differences(engine: Any, case: Case, truth: Truth) -> Iterator[Difference]:
     yield Difference(f"{name} after", relative(passes()[0], truth.after))
 
 
-def _tensors(what: str, layout: Any, held: dict[str, Any], truth: dict[str, Any]) -> Iterator[Difference]:
-    """This rank's slices of every tensor."""
+def _tensors(
+    what: str, layout: Any, held: dict[str, Any], truth: dict[str, Any], small: float = 0.0
+) -> Iterator[Difference]:
+    """This rank's slices of every tensor, relative to its largest element or ``small`` times that of all."""
     import torch.distributed as dist
 
     from rlscale.reshard.transport import region
 
+    largest = {name: float(t.abs().max()) for name, t in truth.items()}
+    least = small * max(largest.values())
     for piece in layout.of_rank(dist.get_rank()):
-        expected = truth[piece.name]
-        index = tuple(slice(a, b) for a, b in piece.index)
-        yield Difference(what, relative(region(held[piece.key], piece), expected[index], expected), piece.name)
+        expected = truth[piece.name][tuple(slice(a, b) for a, b in piece.index)]
+        scale = max(largest[piece.name], least)
+        yield Difference(what, relative(region(held[piece.key], piece), expected, scale), piece.name)
 
 
 def moments(engine: Any) -> dict[str, Any]:
@@ -431,11 +438,11 @@ def masters(engine: Any) -> dict[str, Any]:
     return {key: safe_get_full_fp32_param(p) for key, p in engine.parameters().items()}
 
 
-def relative(got: Any, expected: Any, whole: Any = None) -> float:
-    """``max |got - expected| / max |whole|``; ``whole`` is what ``expected`` is a part of."""
-    scale = float((expected if whole is None else whole).abs().max())
+def relative(got: Any, expected: Any, scale: float | None = None) -> float:
+    """``max |got - expected| / scale``, by default ``max |expected|``."""
+    scale = float(expected.abs().max()) if scale is None else scale
     distance = float((got.float().cpu() - expected).abs().max())
-    return distance / scale if scale else math.inf if distance else 0.0  # an expert that no token chose
+    return distance / scale if scale else math.inf if distance else 0.0
 
 
 def _ratio(got: float, expected: float) -> float:
