@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -96,6 +97,9 @@ def _targets_of(packed: dict[str, list[str]], path: str, module: Any, parameter:
     rest = tuple(form.shape[1:])  # dimensions that only a row-parallel weight is split in
     if not form.dtype.is_floating_point:
         raise ValueError(f"{path}.{parameter} is {form.dtype}: a quantized engine cannot take the trainer's weights")
+    if isinstance(module, RoutedExperts):
+        yield from _targets_of_experts(path, module, parameter, form)
+        return
     base, _, leaf = path.rpartition(".")
 
     def rows(name: str, total: int, start: int, count: int, at: int) -> Target:
@@ -131,6 +135,41 @@ def _targets_of(packed: dict[str, list[str]], path: str, module: Any, parameter:
     else:  # norms, biases of row-parallel layers: whole on every worker
         box = tuple((0, n) for n in form.shape)
         yield Target(f"{path}.{parameter}", tuple(form.shape), box, path, parameter, box, form.dtype)
+
+
+def _targets_of_experts(path: str, module: Any, parameter: str, form: torch.Tensor) -> Iterator[Target]:
+    """Slices of stacked experts: ``w13_weight`` is [experts, gate; up, hidden], ``w2_weight`` [experts, hidden, ffn].
+
+    Some kernels want sizes rounded up; what lies beyond the real ones stays zero.
+
+    Raises:
+        ValueError: another parameter than these two.
+    """
+    config = module.moe_config
+    parallel, hidden, width = config.moe_parallel_config, config.hidden_dim_unpadded, config.intermediate_size
+    count = width // parallel.tp_size
+    mine, whole = (parallel.tp_rank * count, (parallel.tp_rank + 1) * count), (0, hidden)
+    prefix = path.removesuffix(".routed_experts")
+    of_all = range(module.global_num_experts)
+    places = of_all if module._expert_map is None else module._expert_map.tolist()
+
+    def target(number: int, projection: str, shape: Any, index: Any, at: Any) -> Target:
+        name = f"{prefix}.{number}.{projection}.weight"
+        return Target(name, shape, index, path, parameter, ((place, place + 1), *at), form.dtype)
+
+    for number, place in zip(of_all, places, strict=True):
+        if place < 0:  # another worker's
+            continue
+        if parameter == "w13_weight":
+            half = form.shape[1] // 2
+            for projection, start in ((module.ckpt_gate_proj_name, 0), (module.ckpt_up_proj_name, half)):
+                at = (start, start + count), whole
+                yield target(number, projection, (width, hidden), (mine, whole), at)
+        elif parameter == "w2_weight":
+            at = whole, (0, count)
+            yield target(number, module.ckpt_down_proj_name, (hidden, width), (whole, mine), at)
+        else:
+            raise ValueError(f"{path}.{parameter}: a parameter of experts that the trainer does not have")
 
 
 class ShardWriter:
@@ -183,7 +222,7 @@ class ShardWriter:
             return live
         key = (path, parameter)  # packed: the live parameter is empty
         if key not in self.staged:
-            self.staged[key] = torch.empty(form.shape, dtype=form.dtype)
+            self.staged[key] = torch.zeros(form.shape, dtype=form.dtype)
         return self.staged[key]
 
     def _complete(self, path: str) -> None:
@@ -204,6 +243,9 @@ def _pack(module: Any) -> None:
     method = getattr(module, "quant_method", None)
     if isinstance(method, QuantizeMethodBase):
         method.process_weights_after_loading(module)
+    if isinstance(module, RoutedExperts) and current_platform.is_cpu():
+        # vLLM packs experts when it makes their kernel, which it does only once
+        module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 @dataclass
