@@ -16,8 +16,7 @@ from rlscale.model.arch import ModelSpec
 from tests import worlds
 from tests.reshard.models import make_spec
 from tests.tiny import tiny_model
-from tests.train.reference import load_reference, random_batch, reference_logprobs
-from tests.train.test_engine import check
+from tests.train.reference import check, load_reference, random_batch, reference_logprobs
 
 EXACT = 2e-5
 LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -79,7 +78,7 @@ def test_a_sample_longer_than_the_sliding_window_is_refused() -> None:
         worlds.run(1, forward, folder, 1, batch, "logprobs")
 
 
-@pytest.mark.parametrize("tp, sp, arch, kv_heads", [(2, True, "qwen3", 1)])
+@pytest.mark.parametrize("tp, sp, arch, kv_heads", [(2, True, "qwen3", 1), (4, False, "qwen2", 2)])
 def test_key_value_heads_shared_by_ranks_are_trained_alike(tp: int, sp: bool, arch: str, kv_heads: int) -> None:
     layout = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sp)
     folder = tiny_model(arch, tied=False, layers=2, kv_heads=kv_heads)

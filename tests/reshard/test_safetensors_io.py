@@ -273,11 +273,12 @@ def test_export_streams_and_shards(tmp_path: Path, spec: ModelSpec, dims: Parall
     assert index["metadata"]["total_size"] == sum(2 * torch.Size(s).numel() for s in hf_shapes(spec).values())
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 def test_a_model_survives_the_round_trip_through_every_rank(tmp_path: Path, arch: str) -> None:
     """Hugging Face folder -> TP2 x PP2 -> Hugging Face folder: transformers reads the same model from it."""
     folder = Path(tiny.tiny_model(arch, tied=arch in ("qwen2", "llama")))
-    worlds.run(4, load_and_export, folder, tmp_path / "again", ParallelDims(tp=2, pp=2))
+    ep = 2 if arch == "qwen3_moe" else 1
+    worlds.run(4, load_and_export, folder, tmp_path / "again", ParallelDims(tp=2, pp=2, ep=ep))
     assert_equal(load_file(tmp_path / "again" / "model.safetensors"), expected_tensors(folder))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -317,7 +318,7 @@ def test_a_critic_is_exported_as_a_sequence_classifier(tmp_path: Path) -> None:
     assert_equal(load_file(tmp_path / "critic" / "model.safetensors"), canonical(spec))
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 def test_an_exported_critic_opens_in_transformers_and_again_as_a_critic(tmp_path: Path, arch: str) -> None:
     reference = tiny.tiny_model(arch, tied=True)
     critic = ModelSpec.from_hf(reference).as_critic()

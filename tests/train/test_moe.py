@@ -6,8 +6,7 @@ import pytest
 
 from rlscale.config.schema import ParallelConfig
 from tests.tiny import tiny_model
-from tests.train.reference import random_batch
-from tests.train.test_engine import check
+from tests.train.reference import check, random_batch
 
 LAYOUTS = {  # name: world, tp, pp, ulysses, sequence parallel, ZeRO stage, ep
     "dp2-zero2": (2, 1, 1, 1, False, 2, 1),
@@ -19,8 +18,9 @@ LAYOUTS = {  # name: world, tp, pp, ulysses, sequence parallel, ZeRO stage, ep
     "tp2-sp-ep2": (2, 2, 1, 1, True, 2, 2),
     "pp2": (2, 1, 2, 1, False, 1, 1),
     "ulysses2": (2, 1, 1, 2, False, 1, 1),
+    "tp2-pp2-sp-ep2": (4, 2, 2, 1, True, 1, 2),
 }
-RECOMPUTED = ("dp2-zero1", "tp2-sp")
+RECOMPUTED = ("dp2-zero1", "tp2-sp", "tp2-pp2-sp-ep2")
 
 
 def parallel(name: str) -> tuple[ParallelConfig, int]:
