@@ -2,10 +2,10 @@
 
     python tools/bench_checkpoint.py [--ranks 2] [--rounds 5] [--folder runs] [--model models/SmolLM2-135M-Instruct]
 
-
-Each round does four things in turn, from a quiet disk: plain files (one a rank, written in large pieces and flushed),
-a save in the step, an asynchronous save with the time for which it blocks and until it is complete, and a load by the
-same ranks. The tensors are fp32 master weights and both AdamW moments of the model, divided over the ranks.
+Each round does three things, in another order each time and from a quiet disk: plain files (one a rank, written in
+large pieces and flushed, the former one deleted), a save in the step, and an asynchronous save with the time for which
+it blocks and until it is complete; then a load by the same ranks. The tensors are fp32 master weights and both AdamW
+moments of the model, divided over the ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rlscale.reshard.zero import Fragment, zero_layout
 PIECE = 8 * 2**20
 
 
-def model_states(model: str, rank: int, ranks: int) -> dict[str, State]:
-    """Three states of the model, each tensor's elements divided evenly over the ranks as ZeRO does."""
+def model_states(model: str, rank: int, ranks: int, count: int = 3) -> dict[str, State]:
+    """States of the model, each tensor's elements divided evenly over the ranks as ZeRO does."""
     shapes = hf_shapes(ModelSpec.from_hf(model))
     replicas = Layout(shapes, [Piece(n, r, whole(s), n, whole(s)) for r in range(ranks) for n, s in shapes.items()])
     fragments: dict[int, list[Fragment]] = {r: [] for r in range(ranks)}
@@ -48,7 +48,7 @@ def model_states(model: str, rank: int, ranks: int) -> dict[str, State]:
             fragments[r].append(Fragment(name, shape, size * r // ranks, size * (r + 1) // ranks))
     layout = zero_layout(replicas, fragments)
     states: dict[str, State] = {}
-    for state in ("master", "exp_avg", "exp_avg_sq"):
+    for state in ("master", "exp_avg", "exp_avg_sq")[:count]:
         buffers = {}
         for fragment in fragments[rank]:
             buffers.update(fragment.views(torch.randn(fragment.stop - fragment.start)))
@@ -56,14 +56,18 @@ def model_states(model: str, rank: int, ranks: int) -> dict[str, State]:
     return states
 
 
-def plain_write(path: Path, tensors: list[torch.Tensor]) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for tensor in tensors:
-        data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        while data:
-            data = data[os.write(handle, data[:PIECE]) :]
+def replace_plain(folder: Path, rank: int, number: int, values: torch.Tensor) -> None:
+    """Write a new file, flush it, and delete the one of the round before: the least that keeps a good one at all times.
+
+    (To write into the old file is quicker, because the system has its memory at hand, and loses it when interrupted.)
+    """
+    handle = os.open(folder / f"plain{rank}-{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    while data:
+        data = data[os.write(handle, data[:PIECE]) :]
     os.fsync(handle)
     os.close(handle)
+    (folder / f"plain{rank}-{number - 1}").unlink(missing_ok=True)
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -81,26 +85,37 @@ def measure(rank: int, args: argparse.Namespace, port: int, folder: str) -> None
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
     torch.set_num_threads(1)
-    states = model_states(args.model, rank, args.ranks)
+    states = model_states(args.model, rank, args.ranks, args.states)
     content = Content(states, {"step": 1})
-    whole_blocks = torch.cat([t.reshape(-1) for t in collect(states, rank).tensors.values()])
+    values = torch.cat([t.reshape(-1) for t in collect(states, rank).tensors.values()])
     root = Path(folder)
     savers = {kind: Saver(Store(root / kind), Retention(keep_last=1), asynchronous=kind == "beside")
               for kind in ("step", "beside")}  # fmt: skip
     rows: dict[str, list[float]] = {name: [] for name in ("plain", "save", "blocked", "complete", "load")}
     for number in range(1, args.rounds + 2):
-        row = {"plain": timed(lambda: plain_write(root / f"plain{rank}", [whole_blocks]))}
-        row["save"] = timed(lambda n=number: savers["step"].save(n, content))
-        started = time.perf_counter()
-        row["blocked"] = timed(lambda n=number: savers["beside"].save(n, content))
-        savers["beside"].wait()
-        row["complete"] = time.perf_counter() - started
-        row["load"] = timed(lambda n=number: load(savers["step"].store, n, states, rank))
+        row: dict[str, float] = {}
+
+        def plain(row: dict[str, float] = row, number: int = number) -> None:
+            row["plain"] = timed(lambda: replace_plain(root, rank, number, values))
+
+        def save(row: dict[str, float] = row, number: int = number) -> None:
+            row["save"] = timed(lambda: savers["step"].save(number, content))
+
+        def beside(row: dict[str, float] = row, number: int = number) -> None:
+            started = time.perf_counter()
+            row["blocked"] = timed(lambda: savers["beside"].save(number, content))
+            savers["beside"].wait()
+            row["complete"] = time.perf_counter() - started
+
+        order = [plain, save, beside]
+        for action in order[number % 3 :] + order[: number % 3]:
+            action()
+        row["load"] = timed(lambda number=number: load(savers["step"].store, number, states, rank))
         if number > 1:  # the first round makes the memory of the copies
             for name, seconds in row.items():
                 rows[name].append(seconds)
     if rank == 0:
-        report(rows, whole_blocks.numel() * 4 * args.ranks)
+        report(rows, values.numel() * 4 * args.ranks)
     dist.destroy_process_group()
 
 
@@ -130,6 +145,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="Hugging Face folder")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--states", type=int, default=3, help="1: the weights alone, 3: with both moments (default)")
     parser.add_argument("--folder", default="runs", help="where to write (on the disk that matters)")
     args = parser.parse_args(argv)
     Path(args.folder).mkdir(parents=True, exist_ok=True)
