@@ -7,7 +7,8 @@ devices and dtypes play no part here, so that a layout of 256 ranks can be reaso
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,71 +47,147 @@ class Piece:
         return tuple(hi - lo for lo, hi in self.index)
 
 
-@dataclass
+Held = tuple[str, Box, str, Box]  # a piece without its rank: name, index, key, at
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What all of ``ranks`` hold alike, in the order of delivery."""
+
+    ranks: tuple[int, ...]
+    slices: tuple[Held, ...]
+
+
 class Layout:
     """All pieces of all ranks, and the shapes of the canonical tensors they are slices of.
 
-    The order of the pieces of one rank is the order in which a transfer delivers them. Ranks are global ranks.
+    The order of the pieces of one rank is the order in which a transfer delivers them. Ranks are global ranks. Ranks
+    that hold the same (data-parallel replicas) are kept as one `Shard`, so that what is said of it is said once.
 
     Raises:
         ValueError: a piece of an unknown tensor, out of bounds, or with different shapes on its two sides; a tensor of
             which some element is held by nobody.
     """
 
-    shapes: dict[str, tuple[int, ...]]
-    pieces: list[Piece]
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[Piece]):
+        by_rank: dict[int, list[Held]] = {}
+        for p in pieces:
+            by_rank.setdefault(p.rank, []).append((p.name, p.index, p.key, p.at))
+        self._set(shapes, [((rank,), held) for rank, held in by_rank.items()])
 
-    def __post_init__(self) -> None:
-        self.shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
-        for piece in self.pieces:
-            self._check(piece)
+    @classmethod
+    def of_shards(
+        cls, shapes: Mapping[str, tuple[int, ...]], shards: Iterable[tuple[Iterable[int], Iterable[Held]]]
+    ) -> Layout:
+        """The same from what groups of ranks hold; a rank may stand in several groups.
+
+        Args:
+            shards: ranks, and what each of them holds.
+        """
+        out = cls.__new__(cls)
+        out._set(shapes, [(tuple(ranks), tuple(held)) for ranks, held in shards])
+        return out
+
+    def _set(
+        self, shapes: Mapping[str, tuple[int, ...]], groups: Sequence[tuple[tuple[int, ...], Sequence[Held]]]
+    ) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in shapes.items()}
+        parts: dict[int, list[int]] = {}
+        for number, (ranks, _) in enumerate(groups):
+            for rank in ranks:
+                parts.setdefault(rank, []).append(number)
+        joined: dict[tuple[int, ...], tuple[Held, ...]] = {}
+        alike: dict[tuple[Held, ...], list[int]] = {}
+        for rank, numbers in sorted(parts.items()):
+            if (which := tuple(numbers)) not in joined:
+                joined[which] = tuple(held for number in numbers for held in groups[number][1])
+            if joined[which]:
+                alike.setdefault(joined[which], []).append(rank)
+        self.shards = [Shard(tuple(ranks), slices) for slices, ranks in alike.items()]
+        self._validate()
+
+    def _validate(self) -> None:
+        for shard in self.shards:
+            for held in shard.slices:
+                self._check(shard.ranks[0], held)
+        complete: dict[tuple[tuple[int, ...], tuple[Box, ...]], list[Box]] = {}  # layers are cut alike
         for name, shape in self.shapes.items():
-            missing = subtract([whole(shape)], self.boxes.get(name, {}))
-            if missing:
-                raise ValueError(f"layout: {name}{_text(missing[0])} is held by no rank")
+            case = shape, tuple(self.holders.get(name, {}))
+            if case not in complete:
+                complete[case] = subtract([whole(shape)], case[1])
+            if complete[case]:
+                raise ValueError(f"layout: {name}{_text(complete[case][0])} is held by no rank")
 
-    def _check(self, piece: Piece) -> None:
-        shape = self.shapes.get(piece.name)
+    def _check(self, rank: int, held: Held) -> None:
+        name, index, key, at = held
+        shape = self.shapes.get(name)
         if shape is None:
-            raise ValueError(f"layout: rank {piece.rank} holds {piece.name}, which is not a tensor of this model")
-        inside = len(piece.index) == len(shape) and all(
-            0 <= lo < hi <= n for (lo, hi), n in zip(piece.index, shape, strict=True)
-        )
+            raise ValueError(f"layout: rank {rank} holds {name}, which is not a tensor of this model")
+        inside = len(index) == len(shape) and all(0 <= lo < hi <= n for (lo, hi), n in zip(index, shape, strict=True))
         if not inside:
-            raise ValueError(f"layout: {piece.name}{_text(piece.index)} of rank {piece.rank} is outside {list(shape)}")
-        extra = len(piece.at) - len(shape)
-        same = extra >= 0 and all(lo >= 0 for lo, _ in piece.at)
-        same = same and [hi - lo for lo, hi in piece.at] == [1] * extra + [hi - lo for lo, hi in piece.index]
+            raise ValueError(f"layout: {name}{_text(index)} of rank {rank} is outside {list(shape)}")
+        extra = len(at) - len(shape)
+        same = extra >= 0 and all(lo >= 0 for lo, _ in at)
+        same = same and [hi - lo for lo, hi in at] == [1] * extra + [hi - lo for lo, hi in index]
         if not same:
-            raise ValueError(
-                f"layout: {piece.name}{_text(piece.index)} does not fit {piece.key}{_text(piece.at)}, rank {piece.rank}"
-            )
+            raise ValueError(f"layout: {name}{_text(index)} does not fit {key}{_text(at)}, rank {rank}")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same ranks hold the same of the same model, in the same order."""
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self.shapes == other.shapes and self.shards == other.shards
+
+    __hash__ = None  # type: ignore[assignment]
 
     @cached_property
-    def boxes(self) -> dict[str, dict[Box, list[Piece]]]:
-        """For each tensor its distinct slices, each with the pieces that hold it (in the order of the layout)."""
-        out: dict[str, dict[Box, list[Piece]]] = {}
-        for piece in self.pieces:
-            out.setdefault(piece.name, {}).setdefault(piece.index, []).append(piece)
+    def fingerprint(self) -> str:
+        """Equal for equal layouts, in every process; different for different ones."""
+        content = (list(self.shapes.items()), [(shard.ranks, shard.slices) for shard in self.shards])
+        return hashlib.sha256(repr(content).encode()).hexdigest()
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The pieces of all ranks, rank after rank."""
+        return [piece for rank in sorted(self.shard_of) for piece in self.of_rank(rank)]
+
+    @cached_property
+    def holders(self) -> dict[str, dict[Box, dict[int, int]]]:
+        """For each tensor its distinct slices, each with the shards that hold it: number of the shard, of the slice."""
+        out: dict[str, dict[Box, dict[int, int]]] = {}
+        for number, shard in enumerate(self.shards):
+            for position, (name, index, _, _) in enumerate(shard.slices):
+                out.setdefault(name, {}).setdefault(index, {}).setdefault(number, position)
         return out
 
     @cached_property
+    def shard_of(self) -> dict[int, int]:
+        """The number of each rank's shard; ranks that hold nothing have none."""
+        return {rank: number for number, shard in enumerate(self.shards) for rank in shard.ranks}
+
+    @property
     def by_rank(self) -> dict[int, list[Piece]]:
         """The pieces of each rank, in the order of the layout."""
-        out: dict[int, list[Piece]] = {}
-        for piece in self.pieces:
-            out.setdefault(piece.rank, []).append(piece)
-        return out
+        return {rank: self.of_rank(rank) for rank in sorted(self.shard_of)}
 
     def of_rank(self, rank: int) -> list[Piece]:
         """The pieces of one rank; none if it holds nothing."""
-        return self.by_rank.get(rank, [])
+        if rank not in self.shard_of:
+            return []
+        return [piece_of(rank, held) for held in self.shards[self.shard_of[rank]].slices]
 
     def only(self, names: Iterable[str]) -> Layout:
         """The same layout of some of the tensors."""
         keep = set(names)
         shapes = {name: shape for name, shape in self.shapes.items() if name in keep}
-        return Layout(shapes, [piece for piece in self.pieces if piece.name in keep])
+        shards = [(shard.ranks, [held for held in shard.slices if held[0] in keep]) for shard in self.shards]
+        return Layout.of_shards(shapes, shards)
+
+
+def piece_of(rank: int, held: Held) -> Piece:
+    """What ``rank`` holds, as a piece."""
+    name, index, key, at = held
+    return Piece(name, rank, index, key, at)
 
 
 def rank_pieces_from_dicts(dicts: Iterable[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> Layout:

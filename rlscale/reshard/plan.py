@@ -1,28 +1,35 @@
 """The least set of copies that turns one layout into another, cut into rounds of bounded size.
 
 Every destination slice is cut against the slices that exist: what its rank already holds stays there, the rest crosses
-once, from the sender that has least to do. Then the copies are dealt into rounds, in which no rank receives, nor sends,
-more than one bucket. A rank's pieces come in the order of its layout, but each rank enters that order at another place.
-A plan is a pure function of its arguments: every rank computes the same one and knows its part.
+once, from a holder on the same node or the one that has least to do. Then the copies are dealt into rounds, in which no
+rank receives, nor sends, more than one bucket. A rank's pieces come nearly in the order of its layout (see
+`rlscale.reshard.rounds.schedule`), but each rank enters that order at another place. A plan is a pure function of its
+arguments: every rank computes the same one and knows its part.
 """
 
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_left
-from collections import defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
-from rlscale.reshard.layout import Box, Layout, Piece, intersect, subtract, volume
+from rlscale.reshard.cover import Copies, Ints, cover
+from rlscale.reshard.layout import Box, Layout, Piece, piece_of
+from rlscale.reshard.rounds import schedule
+from rlscale.reshard.senders import choose
+
+if TYPE_CHECKING:  # a plan can be made without torch: all it needs of a dtype is its ``itemsize``
+    import torch
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 DIRECT_BYTES = 256 * 2**10  # copies of this size or more travel as a message of their own, without being packed
 STAGING_ALIGN = 16  # messages start at multiples of this in a sender's staging buffer
+KEPT = 4  # plans kept for a second call with equal arguments
 
 
 @dataclass(slots=True)
@@ -63,28 +70,108 @@ class Message:
     nbytes: int
 
 
-@dataclass
+class Traffic:
+    """Which rank sends what to which, and what that costs.
+
+    Attributes:
+        received, sent, local: payload bytes by rank (of the destination's dtype): from others, to others, own copies.
+        lower_bound: bytes by rank that no plan can save: each wanted slice less what the rank already holds.
+        links: bytes by the link that they take: ``device`` (own copies), ``node`` and ``network`` (between nodes; none
+            where ``ranks_per_node`` is not known).
+        from_network, to_network: bytes by rank that come from, go to other nodes.
+    """
+
+    def __init__(
+        self, source: Layout, destination: Layout, dtypes: Mapping[str, torch.dtype], bucket_bytes: int,
+        ranks_per_node: int | None, spread: bool = True,
+    ):  # fmt: skip
+        itemsizes = {name: dtypes[name].itemsize for name in destination.shapes}
+        self.copies: Copies = cover(source, destination, itemsizes, bucket_bytes, spread)
+        table, senders = self.copies, sorted(source.shard_of)
+        self.sender: Ints = choose(
+            table.receiver, table.nbytes, table.held, table.holders, len(senders), ranks_per_node
+        )
+        own = self.sender == table.receiver
+        self.local = self._by_rank(table.receivers, table.receiver, own)
+        self.received = self._by_rank(table.receivers, table.receiver, ~own)
+        self.sent = self._by_rank(senders, self.sender, ~own)
+        self.lower_bound = table.lower_bound
+        far = np.zeros(len(own), bool)
+        if ranks_per_node is not None:
+            far = self.sender // ranks_per_node != table.receiver // ranks_per_node
+        self.from_network = self._by_rank(table.receivers, table.receiver, far)
+        self.to_network = self._by_rank(senders, self.sender, far)
+        total, network, device = sum(self.received.values()), sum(self.to_network.values()), sum(self.local.values())
+        self.links = {"device": device, "node": total - network, "network": network}
+
+    def _by_rank(self, ranks: list[int], column: Ints, rows: np.ndarray) -> dict[int, int]:
+        sums = np.zeros(max(ranks, default=0) + 1, np.int64)
+        np.add.at(sums, column[rows], self.copies.nbytes[rows])
+        return {rank: int(sums[rank]) for rank in ranks}
+
+
 class Plan:
     """Copies by receiving rank and round; every rank goes through all the rounds, also where it has nothing to do.
 
+    The copies of all ranks are columns of numbers; those of a rank become `Copy` objects when they are asked for.
+
     Attributes:
-        bucket_bytes: most bytes that a rank receives or sends in a round (mixed dtypes may add some alignment).
+        bucket_bytes: most bytes that a rank receives in a round, and most that it needs to pack what it sends, both
+            with alignment; only a chunk as large as a bucket may exceed it, by its alignment.
         rounds: number of rounds.
-        incoming: ``incoming[rank][round]``, in the order of the bucket: copies of one sender stand together.
-        received, sent, local: payload bytes by rank (of the destination's dtype): from others, to others, own copies.
+        traffic: bytes by rank and by link, and the lower bound.
+        received, sent, local: as in `Traffic`.
     """
 
-    bucket_bytes: int
-    rounds: int
-    incoming: dict[int, list[list[Copy]]]
-    received: dict[int, int] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=dict)
-    local: dict[int, int] = field(default_factory=dict)
+    def __init__(
+        self, source: Layout, destination: Layout, dtypes: Mapping[str, torch.dtype], bucket_bytes: int,
+        ranks_per_node: int | None,
+    ):  # fmt: skip
+        self.source, self.destination, self.dtypes, self.bucket_bytes = source, destination, dtypes, bucket_bytes
+        self.traffic = Traffic(source, destination, dtypes, bucket_bytes, ranks_per_node)
+        self.received, self.sent, self.local = self.traffic.received, self.traffic.sent, self.traffic.local
+        self._incoming: dict[int, list[list[Copy]]] = {}
+        self._outgoing: dict[int, dict[int, list[Message]]] = {}
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Set each row's round, the order of rows in the buckets, and their offsets there."""
+        table, sender = self.traffic.copies, self.traffic.sender
+        kinds = set(self.dtypes.values())
+        align = max(t.itemsize for t in kinds) if len(kinds) > 1 else 1
+        sizes = -(-table.nbytes // align) * align
+        chunks = int(table.chunk[-1]) + 1 if len(table.chunk) else 0
+        sent = np.flatnonzero(sender != table.receiver)
+        ranks = int(sender.max()) + 1 if len(sender) else 1
+        pairs, pair_of = np.unique(table.chunk[sent] * ranks + sender[sent], return_inverse=True)
+        room = -(-sizes // STAGING_ALIGN) * STAGING_ALIGN  # what staging takes at most
+        shares, of_chunk = np.zeros(len(pairs), np.int64), np.zeros(chunks, np.int64)
+        np.add.at(shares, pair_of, room[sent])
+        np.add.at(of_chunk, table.chunk, room)
+        starts = np.searchsorted(table.receiver, table.receivers)
+        bounds = np.append(table.chunk[starts] if chunks else starts, chunks)
+        first = np.searchsorted(pairs // ranks, np.arange(chunks + 1))
+        rounds, self.rounds = schedule(bounds, of_chunk, pairs % ranks, shares, first, self.bucket_bytes)
+        self._round = rounds[table.chunk]
+        # in the order of the buckets: by receiver, round and sender, then as they are delivered
+        receiver = np.searchsorted(table.receivers, table.receiver)
+        key = (receiver * max(1, self.rounds) + self._round) * ranks + sender
+        self._order = np.argsort(key, kind="stable")
+        bucket = key[self._order] // ranks
+        ends = np.cumsum(sizes[self._order])
+        begins = ends - sizes[self._order]
+        starts = np.searchsorted(bucket, bucket)
+        self._offset = np.zeros(len(key), np.int64)
+        self._offset[self._order] = begins - begins[starts]
+
+    @cached_property
+    def incoming(self) -> dict[int, list[list[Copy]]]:
+        """``incoming[rank][round]``, in the order of the bucket: copies of one sender stand together."""
+        return {rank: self._into(rank) for rank in self.traffic.copies.receivers}
 
     def bucket(self, rank: int, number: int) -> list[Copy]:
         """What fills the bucket of ``rank`` in round ``number``."""
-        rounds = self.incoming.get(rank)
-        return rounds[number] if rounds else []
+        return self._into(rank)[number] if rank in self.destination.shard_of else []
 
     def messages_to(self, rank: int, number: int) -> list[Message]:
         """Messages that ``rank`` receives in a round, in the order of its bucket; own copies are none."""
@@ -92,12 +179,21 @@ class Plan:
 
     def messages_from(self, rank: int, number: int) -> list[Message]:
         """Messages that ``rank`` sends in a round, by receiver, each receiver's in the order of its bucket."""
-        return self._outgoing.get((rank, number), [])
+        if rank not in self._outgoing:
+            rows = self._order[self.traffic.sender[self._order] == rank]
+            to: dict[tuple[int, int], list[Copy]] = {}
+            for copy, number_ in zip(self._objects(rows), self._round[rows].tolist(), strict=True):
+                if copy.wanted.rank != rank:
+                    to.setdefault((copy.wanted.rank, number_), []).append(copy)
+            messages = self._outgoing[rank] = {}
+            for (receiver, number_), copies in to.items():
+                messages.setdefault(number_, []).extend(_messages(receiver, copies))
+        return self._outgoing[rank].get(number, [])
 
     def buffer_bytes(self, rank: int) -> int:
         """Size of the largest bucket of ``rank``: what a buffer for it must hold."""
-        ends = [copies[-1].offset + copies[-1].nbytes for copies in self.incoming.get(rank, []) if copies]
-        return max(ends, default=0)
+        rows = self._rows_of(rank)
+        return int((self._offset[rows] + self.traffic.copies.nbytes[rows]).max(initial=0))
 
     def staging_bytes(self, rank: int) -> int:
         """The most that ``rank`` sends in a round, messages rounded up to `STAGING_ALIGN`: room enough to pack it."""
@@ -109,27 +205,47 @@ class Plan:
 
     def from_rank(self, rank: int) -> Iterator[Copy]:
         """All copies that read buffers of ``rank``, its own included."""
-        for rounds in self.incoming.values():
-            for copies in rounds:
-                yield from (copy for copy in copies if copy.sender == rank)
-
-    @cached_property
-    def _outgoing(self) -> dict[tuple[int, int], list[Message]]:
-        out: dict[tuple[int, int], list[Message]] = defaultdict(list)
-        for rank in sorted(self.incoming):
-            for number in range(self.rounds):
-                for message in self.messages_to(rank, number):
-                    out[message.source, number].append(message)
-        return dict(out)
+        yield from self._objects(np.flatnonzero(self.traffic.sender == rank))
 
     @cached_property
     def digest(self) -> int:
         """32 bits that differ, in all likelihood, where two ranks computed different plans."""
-        sizes = [
-            (rank, [(len(copies), sum(c.nbytes for c in copies)) for copies in rounds])
-            for rank, rounds in sorted(self.incoming.items())
-        ]
-        return zlib.crc32(repr((self.bucket_bytes, self.rounds, sorted(self.sent.items()), sizes)).encode())
+        ends = f"{self.source.fingerprint} {self.destination.fingerprint} {self.bucket_bytes} {self.rounds}"
+        out = zlib.crc32(ends.encode())
+        for column in (self.traffic.copies.nbytes, self.traffic.sender, self._round, self._offset):
+            out = zlib.crc32(np.ascontiguousarray(column).tobytes(), out)
+        return out
+
+    def _rows_of(self, rank: int) -> Ints:
+        receiver = self.traffic.copies.receiver
+        return self._order[np.searchsorted(receiver, rank) : np.searchsorted(receiver, rank, side="right")]
+
+    def _into(self, rank: int) -> list[list[Copy]]:
+        if rank not in self._incoming:
+            rows = self._rows_of(rank)
+            rounds = self._incoming[rank] = [[] for _ in range(self.rounds)]
+            for copy, number in zip(self._objects(rows), self._round[rows].tolist(), strict=True):
+                rounds[number].append(copy)
+        return self._incoming[rank]
+
+    def _objects(self, rows: Ints) -> Iterator[Copy]:
+        """Rows as copies."""
+        table = self.traffic.copies
+        columns = (self.traffic.sender, table.receiver, table.place, table.own, table.held, table.nbytes, self._offset)
+        wanted_of = table.wanted
+        for sender, receiver, place, own, held, nbytes, offset in zip(
+            *(c[rows].tolist() for c in columns), strict=True
+        ):
+            wanted = self.destination.shards[self.destination.shard_of[receiver]].slices[wanted_of[place]]
+            shard = self.source.shard_of[sender]
+            position = own if own >= 0 else table.slices[held][shard]
+            yield Copy(
+                table.boxes[place], piece_of(sender, self.source.shards[shard].slices[position]),
+                piece_of(receiver, wanted), self.dtypes[wanted[0]], nbytes, offset,
+            )  # fmt: skip
+
+
+_plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 
 
 def plan(
@@ -138,189 +254,66 @@ def plan(
     *,
     dtype: torch.dtype | Mapping[str, torch.dtype],
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ranks_per_node: int | None = None,
+    complete: bool = False,
 ) -> Plan:
     """Plan the copies that fill every piece of ``destination`` from ``source``.
 
+    The last few plans are kept: equal arguments give the same object, which must not be changed.
+
     Args:
-        source: who holds what; replicas are used to balance the senders.
-        destination: who wants what; may ask for part of the tensors, and on ranks that hold nothing.
+        source: who holds what; replicas are used to stay within a node and to balance the senders.
+        destination: who wants what, on any ranks, also such as hold nothing.
         dtype: of the destination, one for all or by tensor name. Senders convert.
         bucket_bytes: a piece larger than this is cut along its first dimension.
+        ranks_per_node: ranks ``[n * ranks_per_node, (n + 1) * ranks_per_node)`` share a node; None: all do.
+        complete: refuse a destination that leaves out tensors of the source.
 
     Raises:
-        ValueError: a tensor that the source lacks or holds in another shape; a bucket smaller than one row.
+        ValueError: a tensor that the source lacks or holds in another shape, or (if ``complete``) that only the source
+            has; a bucket smaller than one row.
     """
-    for name, shape in destination.shapes.items():
-        if name not in source.shapes:
-            raise ValueError(f"plan: the destination asks for {name}, which the source does not hold")
-        if source.shapes[name] != shape:
-            raise ValueError(f"plan: {name} has shape {list(source.shapes[name])} in the source, {list(shape)} here")
-    dtypes = {name: dtype if isinstance(dtype, torch.dtype) else dtype[name] for name in destination.shapes}
-    chunks = [
-        (rank, [_Chunk(piece.cut(index), dtypes[piece.name]) for piece in pieces
-                for index in _cut(piece, dtypes[piece.name].itemsize, bucket_bytes)])
-        for rank, pieces in sorted(destination.by_rank.items())
-    ]  # fmt: skip
-    chunks = [(rank, _rotate(of_rank, i / len(chunks))) for i, (rank, of_rank) in enumerate(chunks)]
-    sent = _choose_senders(source, [chunk for _, of_rank in chunks for chunk in of_rank])
-    align = max((t.itemsize for t in dtypes.values()), default=1) if len(set(dtypes.values())) > 1 else 1
-    incoming, rounds = _schedule(dict(chunks), bucket_bytes, align)
-    out = Plan(bucket_bytes, rounds, incoming, sent=dict(sorted(sent.items())))
-    for rank, of_rank in chunks:
-        copies = [copy for chunk in of_rank for copy in chunk.copies]
-        out.local[rank] = sum(copy.nbytes for copy in copies if copy.sender == rank)
-        out.received[rank] = sum(copy.nbytes for copy in copies) - out.local[rank]
-    return out
+    check_same_model(source, destination, complete)
+    dtypes = dtypes_of(destination, dtype)
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise ValueError(f"plan: ranks_per_node {ranks_per_node} is not positive")
+    key = (
+        source.fingerprint, destination.fingerprint, tuple(dtypes.values()), bucket_bytes, ranks_per_node,
+    )  # fmt: skip
+    if key not in _plans:
+        _plans[key] = Plan(source, destination, dtypes, bucket_bytes, ranks_per_node)
+        while len(_plans) > KEPT:
+            _plans.popitem(last=False)
+    _plans.move_to_end(key)
+    return _plans[key]
 
 
-class _Chunk:
-    """A destination piece of at most one bucket, with the copies that fill it."""
-
-    __slots__ = ("piece", "dtype", "copies")
-
-    def __init__(self, piece: Piece, dtype: torch.dtype):
-        self.piece, self.dtype = piece, dtype
-        self.copies: list[Copy] = []
-
-    def add(self, index: Box, source: Piece) -> int:
-        copy = Copy(index, source, self.piece, self.dtype, volume(index) * self.dtype.itemsize)
-        self.copies.append(copy)
-        return copy.nbytes
+def dtypes_of(layout: Layout, dtype: torch.dtype | Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """The dtype of every tensor of a layout."""
+    return {name: dtype[name] if isinstance(dtype, Mapping) else dtype for name in layout.shapes}
 
 
-def _rotate(chunks: list[_Chunk], share: float) -> list[_Chunk]:
-    """Start after ``share`` of the elements: ranks that start apart don't all want the first stage at once."""
-    sizes = [volume(chunk.piece.index) for chunk in chunks]
-    start = bisect_left(list(accumulate(sizes, initial=0)), share * sum(sizes)) % max(1, len(chunks))
-    return chunks[start:] + chunks[:start]
+def check_same_model(source: Layout, destination: Layout, complete: bool = False) -> None:
+    """Raise ValueError, naming tensors, unless ``destination`` is made of (if ``complete``: all) the source's."""
+    have, want = source.shapes, destination.shapes
+    if lacking := [name for name in want if name not in have]:
+        raise ValueError(
+            f"plan: the destination asks for {_names(lacking)}, which the source does not hold: other architectures?"
+        )
+    if extra := [name for name in have if name not in want and complete]:
+        raise ValueError(
+            f"plan: the source holds {_names(extra)}, which the destination has no place for: other architectures?"
+        )
+    for name, shape in want.items():
+        if have[name] != shape:
+            others = sum(have[n] != s for n, s in want.items()) - 1
+            more = f" ({others} more tensors differ)" if others else ""
+            raise ValueError(f"plan: {name} has shape {list(have[name])} in the source, {list(shape)} here{more}")
 
 
-def _cut(piece: Piece, itemsize: int, bucket_bytes: int) -> list[Box]:
-    """Split along the first dimension into nearly equal parts of at most half a bucket (or a row): they pack well."""
-    (start, stop), rest = piece.index[0], piece.index[1:]
-    row = volume(rest) * itemsize
-    if row > bucket_bytes:
-        raise ValueError(f"plan: bucket_bytes {bucket_bytes} is smaller than one row of {piece.name}")
-    fits = max(1, bucket_bytes // 2 // row)
-    if stop - start <= fits:
-        return [piece.index]
-    parts = -(-(stop - start) // fits)
-    edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
-    return [((lo, hi), *rest) for lo, hi in zip(edges, edges[1:], strict=False)]
-
-
-# boxes with the number of the own slice they come from; boxes that other ranks hold
-Cover = tuple[list[tuple[Box, int]], list[tuple[Box, list[Piece]]]]
-
-
-def _cover(source: Layout, name: str, index: Box, own: tuple[Box, ...]) -> Cover:
-    """Cut ``index`` into disjoint boxes that lie inside one source slice each, own slices first."""
-    mine, others = [], []
-    rest = [index]
-    for number, held in enumerate(own):
-        mine += [(box, number) for box in _common(rest, held)]
-        rest = subtract(rest, [held])
-    for held, holders in source.boxes[name].items() if rest else ():
-        boxes = _common(rest, held)
-        if boxes:
-            others += [(box, list({p.rank: p for p in reversed(holders)}.values())) for box in boxes]
-            rest = subtract(rest, [held])
-    assert not rest, f"{name}: a validated layout covers every element"
-    return mine, others
-
-
-def _common(boxes: Iterable[Box], held: Box) -> list[Box]:
-    return [box for box in (intersect(box, held) for box in boxes) if box is not None]
-
-
-def _choose_senders(source: Layout, chunks: list[_Chunk]) -> dict[int, int]:
-    """Give every chunk its copies; returns the bytes that each rank sends.
-
-    The own rank comes first. Of the rest, slices with the fewest holders are dealt out first and larger before smaller
-    ones, each to the holder with the fewest bytes so far: where replicas allow a choice this evens out.
-    """
-    own: dict[tuple[str, int], list[Piece]] = defaultdict(list)
-    for piece in source.pieces:
-        own[piece.name, piece.rank].append(piece)
-    covers: dict[tuple[str, Box, tuple[Box, ...]], Cover] = {}  # replicas ask for the same
-    open_copies: list[tuple[int, int, int, Box, list[Piece]]] = []
-    for number, chunk in enumerate(chunks):
-        name, index = chunk.piece.name, chunk.piece.index
-        held = own.get((name, chunk.piece.rank), [])
-        key = (name, index, tuple([piece.index for piece in held]))
-        if key not in covers:
-            covers[key] = _cover(source, name, index, key[2])
-        mine, others = covers[key]
-        for box, which in mine:
-            chunk.add(box, held[which])
-        for box, holders in others:
-            open_copies.append((len(holders), -volume(box) * chunk.dtype.itemsize, number, box, holders))
-    sent = dict.fromkeys(sorted({piece.rank for piece in source.pieces}), 0)
-    for _, _, number, box, holders in sorted(open_copies, key=lambda entry: entry[:4]):
-        sender = min(holders, key=lambda piece: (sent[piece.rank], piece.rank))
-        sent[sender.rank] += chunks[number].add(box, sender)
-    return sent
-
-
-def _schedule(
-    chunks: dict[int, list[_Chunk]], bucket_bytes: int, align: int
-) -> tuple[dict[int, list[list[Copy]]], int]:
-    """Deal the chunks of every rank, in their order, into rounds within the limits of receivers and senders.
-
-    Ranks take turns, one chunk each, so that a sender wanted by several serves them side by side. With mixed dtypes a
-    copy takes a multiple of ``align`` bytes of the bucket, so that each starts on a whole element.
-    """
-    limits = (bucket_bytes, align)
-    position = dict.fromkeys(chunks, 0)
-    incoming: dict[int, list[list[Copy]]] = {rank: [] for rank in chunks}
-    rounds = 0
-    while any(position[rank] < len(chunks[rank]) for rank in chunks):
-        filled = dict.fromkeys(chunks, 0)
-        busy: dict[int, int] = defaultdict(int)
-        taken: dict[int, list[Copy]] = {rank: [] for rank in chunks}
-        active = [rank for rank in chunks if position[rank] < len(chunks[rank])]
-        while active:
-            active = [rank for rank in active if _take(rank, chunks[rank], position, filled, busy, taken, limits)]
-        for rank, copies in taken.items():
-            incoming[rank].append(_place(copies, align))
-        rounds += 1
-    return incoming, rounds
-
-
-def _take(
-    rank: int, chunks: list[_Chunk], position: dict[int, int], filled: dict[int, int], busy: dict[int, int],
-    taken: dict[int, list[Copy]], limits: tuple[int, int],
-) -> bool:  # fmt: skip
-    """Add the rank's next chunk to this round if receiver and senders have room; False: no more for this round."""
-    if position[rank] == len(chunks):
-        return False
-    bucket_bytes, align = limits
-    copies = chunks[position[rank]].copies
-    sizes = [-(-copy.nbytes // align) * align for copy in copies]
-    load: dict[int, int] = defaultdict(int)
-    for copy, size in zip(copies, sizes, strict=True):
-        if copy.sender != rank:
-            load[copy.sender] += size
-    fits = filled[rank] + sum(sizes) <= bucket_bytes and all(busy[s] + n <= bucket_bytes for s, n in load.items())
-    # a chunk as large as the bucket may outgrow it by alignment alone: then it has the round for itself
-    if not fits and (filled[rank] or any(busy[s] for s in load)):
-        return False
-    filled[rank] += sum(sizes)
-    for sender, size in load.items():
-        busy[sender] += size
-    taken[rank] += copies
-    position[rank] += 1
-    return True
-
-
-def _place(copies: list[Copy], align: int) -> list[Copy]:
-    """Order a bucket by sender (order of arrival within) and set the offsets."""
-    copies = sorted(copies, key=lambda copy: copy.sender)
-    offset = 0
-    for copy in copies:
-        copy.offset = offset
-        offset += -(-copy.nbytes // align) * align
-    return copies
+def _names(names: Iterable[str]) -> str:
+    first, *others = names
+    return first + (f" and {len(others)} more" if others else "")
 
 
 def _messages(rank: int, copies: list[Copy]) -> Iterator[Message]:

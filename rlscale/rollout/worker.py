@@ -81,6 +81,7 @@ def targets(model: torch.nn.Module) -> list[Target]:
         for parameter, live in module._parameters.items()
         if live is not None and not is_tied_head(model, module)
         for target in _targets_of(packed, path, module, parameter)
+        if all(lo < hi for lo, hi in target.index)  # the last of many ranks may hold nothing but vocabulary padding
     ]
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import defaultdict
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +31,7 @@ from tests.reshard.models import (
 )
 
 FP32 = torch.float32
+plan_module = import_module("rlscale.reshard.plan")
 
 
 def lower_bound(source: Layout, destination: Layout, itemsize: int) -> dict[int, int]:
@@ -156,13 +162,41 @@ def test_senders_are_balanced_where_replicas_allow_a_choice(tp: int) -> None:
     assert set(made.sent) == set(range(n)) and max(made.sent.values()) <= 1.25 * mean
 
 
-def test_plan_is_deterministic_and_the_digest_tells_plans_apart() -> None:
+PLAN = """
+import sys, numpy
+from rlscale.cluster.mesh import ParallelDims
+from rlscale.model.arch import ModelSpec
+from rlscale.reshard import megatron_layout, plan, vllm_layout
+spec = ModelSpec("Qwen3ForCausalLM", 4, 8, 16, 8, 2, 2, 37, 1e-6, (), qk_norm=True)
+made = plan(megatron_layout(spec, ParallelDims(tp=2, pp=2, dp=2)), vllm_layout(spec, 4, 1, 2),
+            dtype=numpy.dtype("float32"), bucket_bytes=500, ranks_per_node=4)
+print(made.digest, [(c.sender, c.offset, c.index) for rounds in made.incoming.values() for cs in rounds for c in cs])
+assert "torch" not in sys.modules
+"""
+
+
+def test_every_process_makes_the_same_plan_and_needs_no_torch() -> None:
+    outputs = {
+        subprocess.run([sys.executable, "-c", PLAN], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True,
+                       text=True, check=True).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(outputs) == 1 and len(outputs.pop()) > 1000
+
+
+def test_equal_arguments_give_the_kept_plan_and_the_digest_tells_plans_apart() -> None:
     spec = make_spec()
-    args = megatron_layout(spec, ParallelDims(tp=2, dp=2)), vllm_layout(spec, 1, 4)
-    one, two = (plan(*args, dtype=FP32, bucket_bytes=500) for _ in range(2))
-    assert one.incoming == two.incoming and one.digest == two.digest
-    assert plan(*args, dtype=FP32, bucket_bytes=600).digest != one.digest
-    assert plan(*args, dtype=torch.bfloat16, bucket_bytes=500).digest != one.digest
+
+    def make(**arguments: Any) -> Plan:
+        source, destination = megatron_layout(spec, ParallelDims(tp=2, dp=2)), vllm_layout(spec, 1, 4)
+        return plan(source, destination, **(dict(dtype=FP32, bucket_bytes=500) | arguments))
+
+    one = make()
+    assert make() is one
+    others = [make(bucket_bytes=600), make(dtype=torch.bfloat16)]
+    assert len({one.digest, *(other.digest for other in others)}) == 3
+    plan_module._plans.clear()
+    assert make() is not one and make().digest == one.digest and make().incoming == one.incoming
 
 
 def test_mixed_dtypes_start_on_whole_elements() -> None:
@@ -184,5 +218,13 @@ def test_bad_ends_are_named() -> None:
         ValueError, match=r"model.embed_tokens.weight has shape \[37, 8\] in the source, \[38, 8\] here"
     ):
         plan(have, megatron_layout(make_spec(vocab=38), ParallelDims()), dtype=FP32)
+    tied = megatron_layout(make_spec(tied=True), ParallelDims())
+    assert plan(have, tied, dtype=FP32).rounds  # part of the tensors may be asked for
+    with pytest.raises(ValueError, match=r"the source holds lm_head.weight, which the destination has no place for"):
+        plan(have, tied, dtype=FP32, complete=True)
+    with pytest.raises(ValueError, match=r"asks for model.layers.0.self_attn.q_proj.bias and 11 more, which"):
+        plan(have, megatron_layout(make_spec(qkv_bias=True), ParallelDims()), dtype=FP32)
+    with pytest.raises(ValueError, match=r"ranks_per_node 0 is not positive"):
+        plan(have, have, dtype=FP32, ranks_per_node=0)
     with pytest.raises(ValueError, match=r"bucket_bytes 16 is smaller than one row of model.embed_tokens.weight"):
         plan(have, megatron_layout(spec, ParallelDims()), dtype=FP32, bucket_bytes=16)
