@@ -83,10 +83,13 @@ class ModelSpec:
         return cls.from_config(AutoConfig.from_pretrained(path))
 
     @classmethod
-    def from_config(cls, hf: Any) -> ModelSpec:
+    def from_config(cls, hf: Any, rope: bool = True) -> ModelSpec:
         """Read a transformers configuration object. Raises ValueError as `from_hf`.
 
         A sequence or token classifier with one label is a model with a value head: an exported critic, a reward model.
+
+        Args:
+            rope: False leaves out the rotary frequencies: where only shapes matter, torch need not be imported.
         """
         given = (hf.architectures or [type(hf).__name__])[0]
         name = given
@@ -102,7 +105,7 @@ class ModelSpec:
         _refuse_options(hf, given)
         scalar = name != given
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        inv_freq, scale = _rope(hf, head_dim)
+        inv_freq, scale = _rope(hf, head_dim) if rope else ((), 1.0)
         window = getattr(hf, "sliding_window", None) if getattr(hf, "use_sliding_window", True) else None
         return cls(
             architecture=name,

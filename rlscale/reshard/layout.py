@@ -161,6 +161,14 @@ class Layout:
         return out
 
     @cached_property
+    def boxes(self) -> dict[str, dict[Box, list[Piece]]]:
+        """For each tensor its distinct slices, each with the pieces that hold it, lowest rank first."""
+        out: dict[str, dict[Box, list[Piece]]] = {}
+        for piece in self.pieces:
+            out.setdefault(piece.name, {}).setdefault(piece.index, []).append(piece)
+        return out
+
+    @cached_property
     def shard_of(self) -> dict[int, int]:
         """The number of each rank's shard; ranks that hold nothing have none."""
         return {rank: number for number, shard in enumerate(self.shards) for rank in shard.ranks}

@@ -68,6 +68,10 @@ def _check(spec: ModelSpec, tp: int, pp: int) -> None:
         )
     if pp > spec.num_layers:
         raise ValueError(f"{spec.architecture} in vLLM: {spec.num_layers} layers cannot be split over PP {pp}")
+    if spec.experts:
+        raise ValueError(
+            f"{spec.architecture} in vLLM: the layout of a mixture of experts is not known without an engine"
+        )
     if spec.value_head:
         raise ValueError(f"{spec.architecture} in vLLM: there is no place for a value head")
 

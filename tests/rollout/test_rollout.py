@@ -258,6 +258,7 @@ def test_responses_are_scored_while_others_are_generated(run_dir: str) -> None:
 
 def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
     """An update that lacks something, in the source or (a fault) in what is handed over; returns the error."""
+    from rlscale import reshard
     from rlscale.rollout.sampling import Sampling
 
     rollout = rollout_of(layout, run_dir)
@@ -269,18 +270,13 @@ def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
     source, tensors = weights(layout, 1)
     rollout.sync(source, tensors)
     source, tensors = weights(layout, 1)  # another object with the same content: the plan stays
-    entries = rollout.buckets.plan.incoming
-    removed = {
-        rank: [[copy for copy in bucket if copy.destination.name != name] for bucket in buckets]
-        for rank, buckets in entries.items()
-    }
     rollout.source = None
-    plan = rollout.destination.plan
+    destination = rollout.destination
+    plan = destination.plan
 
-    def faulty(*args: Any) -> Any:
-        out = plan(*args)
-        out.incoming.update(removed)
-        return out
+    def faulty(source: Any, bucket_bytes: int) -> Any:
+        rest = destination.layout.only(set(destination.layout.shapes) - {name})
+        return reshard.plan(source, rest, dtype=destination.dtypes, bucket_bytes=bucket_bytes)
 
     rollout.destination.plan = faulty
     try:
