@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard import rank_pieces_from_dicts, vllm_layout
 from tests import worlds
+from tests.reshard import models
 
 MODELS: list[dict[str, Any]] = [
     dict(arch="Llama", tied=False, kv_heads=2, layers=5, vocab=391),
@@ -76,3 +78,10 @@ def test_the_layout_is_what_live_modules_describe(tmp_path: Path) -> None:
     for folder, model in zip(folders, MODELS, strict=True):
         save_config(folder, **model)
     assert worlds.run(1, differences, folders, timeout=300)[0] == []
+
+
+def test_replicated_heads_and_padding_agree_with_the_oracle() -> None:
+    for kv_heads, tp, tied in product((1, 2, 4, 8), (1, 2, 4, 8), (False, True)):
+        spec = models.make_spec(kv_heads=kv_heads, tied=tied, qkv_bias=tied, qk_norm=not tied)
+        ours, theirs = vllm_layout(spec, tp, 1, 8 // tp), models.vllm_layout(spec, tp, 8)
+        assert all(set(ours.of_rank(rank)) == set(theirs.of_rank(rank)) for rank in range(8))
