@@ -15,7 +15,7 @@ ranks and clipping are in it), every parameter after the second step, and the lo
 
 The difference of two tensors is ``max |a - b| / max |b|``, b being the single process's, each tensor (a slice of it on
 this rank, relative to the whole) on its own; that of two numbers is ``|a - b| / |b|``. A gradient that is small beside
-the others is a difference of large terms, whose rounding it carries: there ``max |b|`` is at least a twentieth of that
+the others is a difference of large terms, whose rounding it carries: there ``max |b|`` is at least a tenth of that
 of the largest gradient. Exit code: 0 if no difference is above the bound (1e-5 in fp32), 1 if one is, 2 if the layout
 is refused. Adam's eps is 1e-4: with 1e-8 a gradient that is zero up to rounding moves a parameter by a whole learning
 rate.
@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -48,7 +49,7 @@ from rlscale.train.support import refusals  # noqa: E402
 BOUNDS = {"float32": 1e-5, "bfloat16": 5e-2}  # bf16: its rounding of weights, activations and gradients is in it
 STEPS = 2
 TEMPERATURE = 0.7
-SMALL = 1 / 20  # of the largest gradient: the scale of those that are smaller
+SMALL = 1 / 10  # of the largest gradient: the scale of those that are smaller
 LONGEST = 48  # tokens of the longest document, as far as the budget allows
 OPTIM = OptimConfig(lr=1e-3, eps=1e-4, weight_decay=0.01, grad_clip=0.05, max_skipped_steps=1)
 ENTROPY_COEFF = 0.01
@@ -229,6 +230,7 @@ def objective(out: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
 class Truth:
     """What one process computes. Tensors by their names in a Hugging Face checkpoint."""
 
+    start: dict[str, Any]  # weights
     before: Any  # [T] log-probs or values
     entropy: Any  # [T]; None: a critic
     after: Any  # [T]
@@ -261,19 +263,19 @@ def outputs(model: Any, batch: Any) -> Any:
     return ModelOut(values=first) if not columns[1] else ModelOut(logprobs=first, entropy=torch.cat(columns[1]))
 
 
-def train_alone(case: Case, folder: str) -> Truth:
-    """What a single process makes of the case's model, whose weights at the start it leaves in ``folder``."""
+def train_alone(case: Case) -> Truth:
+    """What a single process makes of the case's model."""
     import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model, batch = build_model(case), draw_batch(case)
-    model.save_pretrained(folder)
+    start = checkpoint(model)
     optim = torch.optim.AdamW(
         model.parameters(), lr=OPTIM.lr, betas=tuple(OPTIM.betas), eps=OPTIM.eps, weight_decay=OPTIM.weight_decay
     )
     first = outputs(model, batch)
-    truth = Truth(_main(first).detach(), None, None, [], [], [], {})
+    truth = Truth(start, _main(first).detach(), None, None, [], [], [], {})
     truth.entropy = None if first.entropy is None else first.entropy.detach()
     for _ in range(STEPS):
         optim.zero_grad()
@@ -310,19 +312,29 @@ def checkpoint(model: Any, values: list[Any] | None = None) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=32)
-def shared_truth(model_and_batch: Case) -> tuple[str, Truth]:
-    """The folder of the start weights and the truth, made by rank 0 and known to all. Collective."""
+def shared_truth(model_and_batch: Case) -> Truth:
+    """The truth, made by rank 0 and known to all. Collective."""
     import torch.distributed as dist
 
-    made: list[Any] = [None]
-    if dist.get_rank() == 0:
-        _folders.append(tempfile.TemporaryDirectory(prefix="rlscale-parity-"))
-        made = [(_folders[-1].name, train_alone(model_and_batch, _folders[-1].name))]
+    made = [train_alone(model_and_batch) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made, src=0)
+    assert made[0] is not None
     return made[0]
 
 
-_folders: list[tempfile.TemporaryDirectory[str]] = []  # live as long as the process
+@contextmanager
+def shared_folder(weights: dict[str, Any]) -> Iterator[str]:
+    """A folder of rank 0 with these weights, as long as any rank reads it. Collective."""
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+
+    with tempfile.TemporaryDirectory(prefix="rlscale-parity-") if dist.get_rank() == 0 else nullcontext() as mine:
+        if mine is not None:
+            save_file(weights, f"{mine}/model.safetensors", metadata={"format": "pt"})
+        name: list[Any] = [mine]
+        dist.broadcast_object_list(name, src=0)
+        yield name[0]
+        dist.barrier()
 
 
 def one_process(case: Case) -> Case:
@@ -353,20 +365,15 @@ def compare(case: Case, device: Any, prepare: Callable[[Any], None] | None = Non
 
     from rlscale.train.engine import Batching, Engine
 
-    folder, truth = shared_truth(one_process(case))
-    engine = Engine(
-        case.role,
-        spec_of(case),
-        folder,
-        case.parallel,
-        OPTIM,
-        Batching(
-            -(-case.budget // case.ulysses), share_prefix=case.share_prefix, recompute=case.recompute, head_chunk=20
-        ),
-        device,
-        dtype=getattr(torch, case.dtype),
-        temperature=TEMPERATURE,
+    truth = shared_truth(one_process(case))
+    cut = Batching(
+        -(-case.budget // case.ulysses), share_prefix=case.share_prefix, recompute=case.recompute, head_chunk=20
     )
+    dtype = getattr(torch, case.dtype)
+    with shared_folder(truth.start) as folder:
+        engine = Engine(
+            case.role, spec_of(case), folder, case.parallel, OPTIM, cut, device, dtype=dtype, temperature=TEMPERATURE
+        )
     if prepare is not None:
         prepare(engine)
     mine = list(_differences(engine, case, truth))
@@ -669,14 +676,14 @@ def run_here(cases: list[Case], results: str | None) -> int:
 
 def launch(cases: list[Case], log: Path) -> Iterator[tuple[Case, list[Difference], float]]:
     """Run cases of one world size in as few started worlds as they allow; a case that ends its world is skipped."""
+    from rlscale.cluster.device import free_port
+
     world, left = cases[0].world, list(cases)
     with tempfile.TemporaryDirectory(prefix="rlscale-parity-") as folder:
         while left:
             listed, results = Path(folder, "cases.json"), Path(folder, "results.jsonl")
             listed.write_text(json.dumps([asdict(c) for c in left]))
             results.write_text("")
-            from rlscale.cluster.device import free_port
-
             command = ["deepspeed", "--num_gpus", str(world), "--master_port", str(free_port()), str(__file__)]
             command += ["--cases", str(listed), "--results", str(results)]
             with open(log, "ab") as out:
@@ -703,7 +710,8 @@ def _follow(
             record = json.loads(line)
             yield cases[seen], [Difference(**d) for d in record["differences"]], record["seconds"]
             seen, heard = seen + 1, time.monotonic()
-        if ended or seen == len(cases) or time.monotonic() - heard > WITHIN:
+        # with all results there, the ranks still remove what they have made
+        if ended or time.monotonic() - heard > (WITHIN if seen < len(cases) else 30.0):
             return seen
         time.sleep(0.2)
 
@@ -712,7 +720,7 @@ def run_all(cases: list[Case]) -> int:
     """Run cases of any world sizes, one line each; the number of those that failed."""
     start, failed = time.monotonic(), 0
     names = ("log-probs", "entropy", "loss", "gradient norm", "gradients", "parameters", "log-probs after")
-    print(f"{'layout':<64}" + "".join(f"{name:>15}" for name in names))
+    print(f"{'layout':<80}" + "".join(f"{name:>16}" for name in names))
     worlds: dict[int, list[Case]] = {}
     for case in cases:
         worlds.setdefault(case.world, []).append(case)
@@ -722,8 +730,8 @@ def run_all(cases: list[Case]) -> int:
             for case, found, seconds in launch(worlds[world], log):
                 values = {d.what.replace("values", "log-probs"): d.value for d in found}
                 equal = bool(found) and all(v <= BOUNDS[case.dtype] for v in values.values())
-                cells = "".join(f"{values[n]:>15.1e}" if n in values else f"{'-':>15}" for n in names)
-                line = f"{case!s:<64}{cells}  {seconds:4.1f} s"
+                cells = "".join(f"{values[n]:>16.1e}" if n in values else f"{'-':>16}" for n in names)
+                line = f"{case!s:<80}{cells}  {seconds:4.1f} s"
                 print(line + ("" if equal else "  DIFFERENT" if found else "  ENDED OR HUNG"), flush=True)
                 failed += not equal
                 if not found:
