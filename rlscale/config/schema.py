@@ -228,13 +228,20 @@ class RolloutConfig:
     enforce_eager: bool = opt(True, "no compilation and no CUDA graphs in vLLM")
     enable_prefix_caching: bool = opt(True, "share the key-value cache of equal prefixes")
     prefetch_groups: int = opt(2, "prompts an idle engine claims at a time", min=1)
-    sync_bucket_mb: int = opt(64, "MiB of weights on the way to the engine at one time, per rank", min=1)
+    sync_bucket_mb: int = opt(64, "MiB of a bucket of weights on the way to the engine; a rank needs two", min=1)
+    sync_verify: str = opt(
+        "first",
+        "compare checksums of every tensor between trainer and engine after an update of the weights: always, after "
+        "the first, or off",
+        choices=("off", "first", "always"),
+    )
     logprob_check_freq: int = opt(
         0, "steps between comparisons of trainer and engine log-probs; 0: first step only, -1: never", min=-1
     )
     logprob_check_bound: float = opt(0.1, "mean absolute difference of log-probs above which the run stops", above=0)
     start_timeout_s: float = opt(300.0, "seconds for an engine to start", above=0)
     request_timeout_s: float = opt(1800.0, "seconds for one step's generation", above=0)
+    engine_restarts: int = opt(2, "times in a run that engines which died are started again, at a sync", min=0)
     engine_args: dict[str, Any] = opt({}, "further arguments of vLLM's engine, handed over unchanged")
 
 

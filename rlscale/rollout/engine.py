@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from rlscale.batch.types import Trajectory
 from rlscale.config.schema import Config
+from rlscale.reshard import verify
 from rlscale.reshard.layout import Layout
 from rlscale.rollout.host import EngineHost
 from rlscale.rollout.sampling import Claims, Counter, LocalCounter, Sampling, sample_seed
@@ -52,11 +54,11 @@ class Rollout:
         self.tp = cfg.rollout.tensor_model_parallel_size
         self.is_leader = device.rank % self.tp == 0
         self.replicas = device.world // self.tp
-        log = Path(run_dir) / "engines" / f"rank_{device.rank}.log"
-        self.host = EngineHost(cfg, device, log) if self.is_leader else None
+        self.log = Path(run_dir) / "engines" / f"rank_{device.rank}.log"
+        self.host = EngineHost(cfg, device, self.log) if self.is_leader else None
         self.name = f"rollout{next(_instances)}"
-        self.calls = 0
-        self.asleep = self.stale = False
+        self.calls = self.restarts = 0
+        self.asleep = self.stale = self.verified = False
         self.destination: Destination | None = None
         self.buckets: Buckets | None = None
         self.source: Layout | None = None
@@ -86,14 +88,34 @@ class Rollout:
         Raises:
             RuntimeError: on every rank, when an engine cannot start.
         """
+        self._together(self._begin, "start")
+        self._describe()
+
+    def restart(self) -> None:
+        """Start new engines in the place of those that have died; all need `sync` before they generate again.
+
+        Raises:
+            RuntimeError: on every rank, when an engine cannot start.
+        """
+        self.restarts += 1
+        self.stale, self.verified, self.source, self.buckets = True, False, None, None
+        self._together(self._begin, "restart")
+        self.asleep = False
+        self._describe()
+
+    def _begin(self) -> None:
+        assert self.host is not None
+        if self.host.alive:
+            if self.asleep:  # all are to be in the same state
+                self._engine_call("wake_up")
+            return
+        self.host.close()
+        self.host = EngineHost(self.cfg, self.device, self.log)
+        self.host.start()
+
+    def _describe(self) -> None:
         described: list[list[dict[str, Any]]] = []
-
-        def begin() -> None:
-            assert self.host is not None
-            self.host.start()
-            described.extend(self._rpc("rlscale_targets"))
-
-        self._together(begin, "start")
+        self._together(lambda: described.extend(self._rpc("rlscale_targets")), "asking the engine's workers")
         by_rank = [targets for of_leader in gather(described, self.control) for targets in of_leader]
         self.destination = Destination(by_rank)
 
@@ -187,23 +209,42 @@ class Rollout:
     def sync(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Hand the trainer's weights to the engines, and forget what they have cached under the old ones.
 
+        Engines that died since the last update, or die in this one, are started again and take a whole update, up to
+        ``rollout.engine_restarts`` times in a run.
+
         Args:
             source: layout of the trainer's weights over all ranks.
             tensors: this rank's buffers by key, as in the layout.
 
         Returns:
-            ``rollout/sync_bytes`` that this rank's worker took over, ``rollout/sync_s``.
+            ``rollout/sync_bytes`` that this rank's worker took over, ``rollout/sync_s``, ``rollout/engine_restarts`` so
+            far.
 
         Raises:
             ValueError: the source lacks a tensor that an engine needs, or has it in another shape.
-            RuntimeError: on every rank, when a worker did not take everything; `generate` then refuses to run.
+            RuntimeError: on every rank, when a worker did not take everything, holds something else than the trainer
+                (``rollout.sync_verify``), or has died; `generate` then refuses to run.
         """
+        while True:
+            try:
+                return self._sync(source, tensors)
+            except RuntimeError as error:
+                dead = any(gather(self.host is not None and not self.host.alive, self.control))
+                if not dead or self.restarts >= self.cfg.rollout.engine_restarts:
+                    raise
+                if self.device.rank == 0:
+                    print(f"warning: {error}; starting a new engine", file=sys.stderr, flush=True)
+                self.restart()
+
+    def _sync(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
         started = time.perf_counter()
         self._prepare(source)
         assert self.buckets is not None
         self.stale = True
+        how = self.cfg.rollout.sync_verify
+        checked = how == "always" or (how == "first" and not self.verified)
         errors: list[Exception] = []
-        self._attempt(errors, self._open_update)
+        self._attempt(errors, self._open_update, checked)
         for bucket in self.buckets.fill(tensors):
             self._group_barrier()
             if self._needed(bucket.number):
@@ -211,10 +252,17 @@ class Rollout:
             self._group_barrier()
         self._attempt(errors, self._close_update)
         self._raise_together(errors, "the weight update")
-        self.stale = self.asleep = False
+        self.asleep = False
+        if checked:
+            self._compare(tensors)
+        self.stale = False
         plan = self.buckets.plan
         taken = plan.received.get(self.device.rank, 0) + plan.local.get(self.device.rank, 0)
-        return {"rollout/sync_bytes": float(taken), "rollout/sync_s": time.perf_counter() - started}
+        return {
+            "rollout/sync_bytes": float(taken),
+            "rollout/sync_s": time.perf_counter() - started,
+            "rollout/engine_restarts": float(self.restarts),
+        }
 
     def _prepare(self, source: Layout) -> None:
         """Plan, and give the workers their buckets' addresses; once for a layout."""
@@ -236,9 +284,10 @@ class Rollout:
         self.buckets.mapped()
         self.source = source
 
-    def _open_update(self) -> None:
+    def _open_update(self, checked: bool) -> None:
         if self.asleep:
             self._engine_call("wake_up", ["weights"])
+        self._rpc("rlscale_verify", checked)
         self._engine_call("start_weight_update")
 
     def _take_bucket(self, number: int) -> None:
@@ -253,6 +302,25 @@ class Rollout:
             self._engine_call("wake_up", ["kv_cache"])
         if not self._engine_call("reset_prefix_cache"):
             raise RuntimeError("the prefix cache could not be reset")
+
+    def _compare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise RuntimeError on every rank where what a worker holds is not what the trainer has."""
+        assert self.buckets is not None
+        held: list[dict[str, int]] = []
+        self._together(lambda: held.extend(self._rpc("rlscale_checksums")), "asking for checksums")
+        sent = verify.add(gather(verify.expected(self.buckets.plan, self.device.rank, tensors), self.control))
+        errors: list[Exception] = []
+        for worker, of_worker in enumerate(held):
+            rank = self.device.rank + worker
+            names = verify.differences({name: n for (receiver, name), n in sent.items() if receiver == rank}, of_worker)
+            if names:
+                listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+                errors.append(RuntimeError(
+                    f"rank {rank}: after the weight update the engine holds other weights than the trainer: "
+                    f"{len(names)} tensor(s) differ: {listed}"
+                ))  # fmt: skip
+        self._raise_together(errors, "the weight update")
+        self.verified = True
 
     def _check_workers(self) -> None:
         answers = self._rpc("rlscale_update_problem")
@@ -300,9 +368,9 @@ class Rollout:
         call = getattr(self.host.engine, method)
         return self.host.run(call(*args), RPC_TIMEOUT_S, method.replace("_", " "))
 
-    def _rpc(self, method: str) -> list[Any]:
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `rlscale.rollout.worker.WorkerExtension` on every worker of this leader's engine."""
-        return self._engine_call("collective_rpc", method)
+        return self._engine_call("collective_rpc", method, None, args)
 
     def _group_barrier(self) -> None:
         if self.group is not None:

@@ -36,6 +36,7 @@ LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2147483648", "MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_TOP_PAD_": "67108864",
           "MALLOC_ARENA_MAX": "1"}  # fmt: skip
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 on CPU is longer than many a prompt, of which no prefix could then be shared
+POLL_S = 0.5  # between looks at whether the engine's processes live
 EXIT_TIMEOUT_S = 3.0  # for an engine to end by itself; nothing in it is worth waiting for
 
 
@@ -109,7 +110,7 @@ class EngineHost:
         rank = f"rank {self.device.rank}"
         try:
             self._check_alive()
-            return self.loop.run_until_complete(asyncio.wait_for(work, timeout))
+            return self.loop.run_until_complete(asyncio.wait_for(self._unless_dead(work), timeout))
         except TimeoutError as error:
             work.close()
             raise RuntimeError(f"{rank}: {what} took more than {timeout:g} s") from error
@@ -119,6 +120,22 @@ class EngineHost:
                 reason = f"{self._reason(error)} (log: {self.log})"
                 raise RuntimeError(f"{rank}: the vLLM engine died during {what}: {reason}") from error
             raise RuntimeError(f"{rank}: {what} failed: {type(error).__name__}: {error}") from error
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work``, which may never end when the engine dies: vLLM answers calls other than generation so."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
+                self._check_alive()
+            return task.result()
+        finally:
+            if task.cancel():  # let it clean up behind itself
+                await asyncio.wait({task}, timeout=EXIT_TIMEOUT_S)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine can be called."""
+        return self._alive() and not self.engine.errored
 
     def close(self) -> None:
         """End the engine's processes; kill those that do not end by themselves. May be called again."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlscale.reshard.layout import Layout
 from rlscale.reshard.plan import Copy, Plan, plan
-from rlscale.reshard.transport import Bucket, execute
+from rlscale.reshard.transport import Bucket, Transfer
 
 
 class Destination:
@@ -37,8 +37,11 @@ class Destination:
         self.layout = rank_pieces_from_dicts(pieces, shapes)
 
     def plan(self, source: Layout, bucket_bytes: int) -> Plan:
-        """Raises ValueError where the source lacks a tensor that an engine needs, or has it in another shape."""
-        return plan(source, self.layout, dtype=self.dtypes, bucket_bytes=bucket_bytes)
+        """Raises ValueError where the source lacks a tensor that an engine needs, or has it in another shape.
+
+        Two buckets and a staging buffer of the same size together take twice ``bucket_bytes``.
+        """
+        return plan(source, self.layout, dtype=self.dtypes, bucket_bytes=bucket_bytes * 2 // 3)
 
 
 class Buckets:
@@ -50,7 +53,7 @@ class Buckets:
         # with two, the next one is on its way while the worker reads this one; own copies are not on any way
         count = 2 if sum(the_plan.received.values()) else 1
         self.memories = [Memory(nbytes, device) for _ in range(count)]
-        self.staging = torch.empty(the_plan.staging_bytes(rank), dtype=torch.uint8, device=device)
+        self.transfer = Transfer(the_plan, buffers=[memory.tensor for memory in self.memories])
 
     def mailbox(self) -> dict[str, Any]:
         """For `worker.Mailbox`: the memories and, by round, (key, name, at, shape, offset, nbytes, dtype)."""
@@ -59,8 +62,7 @@ class Buckets:
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Bucket]:
         """Fill one bucket after the other; collective over all ranks of the plan, and to be exhausted by all."""
-        buffers = [memory.tensor for memory in self.memories]
-        return execute(self.plan, tensors, buffers, staging=self.staging)
+        return self.transfer.buckets(tensors)
 
     def mapped(self) -> None:
         """The worker has mapped the memories."""

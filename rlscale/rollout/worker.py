@@ -37,6 +37,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from rlscale.reshard.layout import Piece
+from rlscale.reshard.transport import region
+from rlscale.reshard.verify import MASK, checksum
+
 BACKEND = "rlscale"
 
 
@@ -174,7 +178,14 @@ def _targets_of_experts(path: str, module: Any, parameter: str, form: torch.Tens
 
 
 class ShardWriter:
-    """Takes one whole update, slice by slice, and knows at its end whether anything was missing."""
+    """Takes one whole update, slice by slice, and knows at its end whether anything was missing.
+
+    With ``verify`` it also sums up what every module holds when it is complete, before vLLM packs it: ``sums`` are the
+    checksums (`rlscale.reshard.verify`) of this worker's part of each canonical tensor, read from the places where the
+    model expects it. They prove everything but the packing itself, which is vLLM's and cannot be read back.
+    """
+
+    verify = False
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
@@ -183,9 +194,13 @@ class ShardWriter:
         self.tied = [m for m in model.modules() if is_tied_head(model, m)]
         self.missing: dict[str, dict[tuple[str, str], int]] = {}  # module -> (parameter, tensor) -> elements to come
         self.staged: dict[tuple[str, str], torch.Tensor] = {}
+        self.sums: dict[str, int] = {}
+        self.by_module: dict[str, list[Target]] = {}
+        for target in self.targets:
+            self.by_module.setdefault(target.module, []).append(target)
 
     def begin(self) -> None:
-        self.missing, self.staged = {}, {}
+        self.missing, self.staged, self.sums = {}, {}, {}
         for target in self.targets:
             size = 1
             for lo, hi in target.index:
@@ -226,7 +241,16 @@ class ShardWriter:
             self.staged[key] = torch.zeros(form.shape, dtype=form.dtype)
         return self.staged[key]
 
+    def _sum_up(self, path: str) -> None:
+        for target in self.by_module[path]:
+            piece = Piece(target.name, 0, target.index, target.parameter, target.at)
+            values = region(self._destination(path, target.parameter), piece)
+            total = self.sums.get(target.name, 0) + checksum(values, target.index)
+            self.sums[target.name] = total & MASK
+
     def _complete(self, path: str) -> None:
+        if self.verify:
+            self._sum_up(path)
         module = self.modules[path]
         for key in [key for key in self.staged if key[0] == path]:
             setattr(module, key[1], torch.nn.Parameter(self.staged.pop(key), requires_grad=False))
@@ -338,6 +362,14 @@ class WorkerExtension:
         """What this worker needs of the model."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         return [target.describe() for target in targets(model)]
+
+    def rlscale_verify(self, verify: bool) -> None:
+        """Sum up the next updates, or not."""
+        self.weight_transfer_engine.writer.verify = verify  # type: ignore[attr-defined]
+
+    def rlscale_checksums(self) -> dict[str, int]:
+        """Checksums of this worker's part of every tensor after an update that was summed up."""
+        return dict(self.weight_transfer_engine.writer.sums)  # type: ignore[attr-defined]
 
     def rlscale_unlink_shared_memory(self) -> None:
         """Remove the names of the files through which CPU workers talk: a killed engine would leave them behind."""

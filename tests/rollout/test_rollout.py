@@ -300,6 +300,49 @@ def test_an_incomplete_update_is_an_error(run_dir: str) -> None:
     refuses_an_incomplete_update("replicas", run_dir)
 
 
+def sync_with_a_flipped_bit(layout: str, run_dir: str, verify: str) -> str:
+    """One bit of what rank 1 hands to its worker is wrong; returns the error and the tensor that was hit."""
+    from rlscale.rollout.sampling import Sampling
+
+    rollout = rollout_of(layout, run_dir)
+    rollout.sync(*weights(layout, 1))
+    before, rollout.cfg.rollout.sync_verify = rollout.cfg.rollout.sync_verify, verify
+    fill = rollout.buckets.fill
+
+    def faulty(tensors: Any) -> Any:
+        for bucket in fill(tensors):
+            if rollout.device.rank == 1 and bucket.number == 0:
+                _, values = list(bucket.tensors())[-1]
+                values.view(torch.uint8).view(-1)[-1] ^= 1
+            yield bucket
+
+    rollout.buckets.fill = faulty
+    hit = rollout.buckets.plan.bucket(1, 0)[-1].destination.name
+    try:
+        if verify == "off":
+            rollout.sync(*weights(layout, 1))
+            return ""
+        with pytest.raises(RuntimeError) as caught:
+            rollout.sync(*weights(layout, 1))
+        with pytest.raises(RuntimeError, match="no valid weights"):
+            rollout.generate(prompts(PROMPTS), Sampling(n=1))
+    finally:
+        rollout.buckets.fill, rollout.cfg.rollout.sync_verify = fill, before
+    assert str(caught.value).endswith(f"1 tensor(s) differ: {hit}"), hit
+    return str(caught.value)
+
+
+def finds_a_flipped_bit(layout: str, run_dir: str) -> None:
+    messages = worlds.run(2, sync_with_a_flipped_bit, layout, run_dir, "always", timeout=START)
+    assert messages[0] == messages[1] and messages[0].startswith("rank 1: after the weight update the engine holds")
+    assert worlds.run(2, sync_with_a_flipped_bit, layout, run_dir, "off", timeout=START) == ["", ""]
+    check(together(worlds.run(2, generate, layout, run_dir, 1, timeout=START)), model(layout, 1))
+
+
+def test_a_flipped_bit_is_found_and_the_tensor_named(run_dir: str) -> None:
+    finds_a_flipped_bit("replicas", run_dir)
+
+
 def generate_too_slowly(run_dir: str) -> str:
     from rlscale.rollout.sampling import Sampling
 
@@ -329,6 +372,41 @@ def engine_processes(rollout: Any) -> list[int]:
 
     roots = [process.pid for process in rollout.host.processes]
     return roots + [child.pid for root in roots for child in psutil.Process(root).children(recursive=True)]
+
+
+def sync_while_dying(run_dir: str) -> tuple[str, float]:
+    """The engine of rank 1 is killed between two buckets; the next update finds it dead and starts a new one."""
+    rollout = rollout_of("replicas", run_dir)
+    rollout.sync(*weights("replicas", 0))
+    fill = rollout.buckets.fill
+
+    def faulty(tensors: Any) -> Any:
+        for bucket in fill(tensors):
+            if rollout.device.rank == 1 and bucket.number == 1:
+                os.kill(rollout.host.processes[0].pid, signal.SIGKILL)
+            yield bucket
+
+    rollout.buckets.fill = faulty
+    allowed, rollout.cfg.rollout.engine_restarts = rollout.cfg.rollout.engine_restarts, 0
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        rollout.sync(*weights("replicas", 1))
+    took = time.monotonic() - started
+    rollout.buckets.fill, rollout.cfg.rollout.engine_restarts = fill, allowed
+    assert rollout.sync(*weights("replicas", 1))["rollout/engine_restarts"] == 1
+    return str(caught.value), took
+
+
+def test_an_engine_that_dies_during_an_update_is_replaced(run_dir: str) -> None:
+    before = [pids for pids, _ in worlds.run(2, family, run_dir, "replicas", timeout=START)]
+    for message, took in worlds.run(2, sync_while_dying, run_dir, timeout=START):
+        assert re.search(r"rank 1: the vLLM engine died during", message)
+        assert took < 60, "a dead engine must not be waited for as long as a slow one"
+    after = [pids for pids, _ in worlds.run(2, family, run_dir, "replicas", timeout=START)]
+    assert after[0] == before[0] and not set(after[1]) & set(before[1]), "only the dead engine is replaced"
+    assert not any(map(alive, before[1]))
+    got = together(worlds.run(2, generate, "replicas", run_dir, None, temperature=0.0, timeout=START))
+    check(got, model("replicas", 1), greedy=True)
 
 
 def generate_while_dying(run_dir: str) -> str:
@@ -366,6 +444,7 @@ def test_an_engine_split_over_two_ranks(run_dir: str) -> None:
     """One kv head, so that both workers hold it; untied; each worker reads the bucket of its own rank."""
     computes_what_it_was_given("split", run_dir)
     refuses_an_incomplete_update("split", run_dir)
+    finds_a_flipped_bit("split", run_dir)
 
 
 # A world of one, in a process that ends badly.

@@ -1,0 +1,209 @@
+"""The trainer's end of an update, against workers that only keep what they are given: faults, checks, restarts.
+
+The worker's own code (`ShardWriter`, `ShardTransfer`) runs on a plain module in the trainer's process, so that what
+goes wrong can be arranged; `test_rollout` does the same with real engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import worlds
+
+SHAPES = {"a.weight": (40, 8), "b.weight": (13,), "c.weight": (30, 30)}
+
+
+class Host:
+    """`EngineHost` in one process, with one worker."""
+
+    def __init__(self, cfg: Any = None, device: Any = None, log: Any = None):
+        self.device, self.alive, self.starts = device, False, 0
+        self.die_in: str | None = None
+
+    def start(self) -> None:
+        from rlscale.rollout.worker import ShardTransfer
+
+        model = torch.nn.Module()
+        for name, shape in SHAPES.items():
+            module = torch.nn.Module()
+            module.weight = torch.nn.Parameter(torch.zeros(shape))
+            model.add_module(name.partition(".")[0], module)
+        self.model, self.alive, self.starts = model, True, self.starts + 1
+        self.transfer = ShardTransfer.__new__(ShardTransfer)
+        self.transfer.model, self.transfer.device = model, torch.device("cpu")
+        self.transfer.parallel_config = SimpleNamespace(rank=0)
+        self.engine = self
+
+    def close(self) -> None:
+        self.alive = False
+
+    def run(self, work: Any, timeout: float, what: str) -> Any:
+        name = work.__name__
+        if not self.alive or name == self.die_in:
+            work.close()
+            self.alive, self.die_in = False, None
+            raise RuntimeError(f"rank {self.device.rank}: the vLLM engine died during {what}")
+        return asyncio.run(work)
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        from rlscale.rollout.worker import WorkerExtension
+
+        worker = SimpleNamespace(
+            model_runner=SimpleNamespace(get_model=lambda: self.model), weight_transfer_engine=self.transfer
+        )
+        return [getattr(WorkerExtension, method)(worker, *args)]
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        from rlscale.rollout.worker import Mailbox
+
+        self.transfer.init_transfer_engine(Mailbox(**request.init_info))
+
+    async def start_weight_update(self) -> None:
+        self.transfer.start_weight_update()
+
+    async def update_weights(self, request: Any) -> None:
+        from rlscale.rollout.worker import Round
+
+        self.transfer.receive_weights(Round(**request.update_info))
+
+    async def finish_weight_update(self) -> None:
+        self.transfer.finish_weight_update()
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+
+@contextmanager
+def rollout_with(**options: Any) -> Iterator[Any]:
+    """A rollout over the ranks of the world, one `Host` each, and the trainer's layout and tensors."""
+    from rlscale.cluster.device import Device
+    from rlscale.config.schema import Config
+    from rlscale.rollout import engine
+
+    cfg = Config()
+    cfg.rollout.sync_bucket_mb = 1
+    for key, value in options.items():
+        setattr(cfg.rollout, key, value)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    real, engine.EngineHost = engine.EngineHost, Host  # type: ignore[misc,assignment]
+    try:
+        rollout = engine.Rollout(cfg, Device("cpu", rank, rank, world, world), ".", [0])
+        rollout.start()
+        plan = rollout.destination.plan
+        rollout.destination.plan = lambda source, _: plan(source, 1500)  # several buckets
+        yield rollout, *trainers_weights()
+        rollout.close()
+    finally:
+        engine.EngineHost = real  # type: ignore[misc]
+
+
+def trainers_weights() -> Any:
+    """Layout of tensors whose rows are divided among the ranks, and this rank's rows."""
+    from rlscale.reshard import Layout, Piece
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    pieces, mine = [], {}
+    for name, shape in SHAPES.items():
+        for r in range(world):
+            lo, hi = shape[0] * r // world, shape[0] * (r + 1) // world
+            rest = tuple((0, n) for n in shape[1:])
+            pieces.append(Piece(name, r, ((lo, hi), *rest), name, ((0, hi - lo), *rest)))
+            if r == rank:
+                mine[name] = whole(name)[lo:hi].clone()
+    return Layout(dict(SHAPES), pieces), mine
+
+
+def whole(name: str) -> torch.Tensor:
+    shape = SHAPES[name]
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) + ord(name[0])
+
+
+def holds_everything(rollout: Any) -> bool:
+    return all(torch.equal(getattr(rollout.host.model, n[0]).weight.data, whole(n)) for n in SHAPES)
+
+
+def checks(how: str) -> list[int]:
+    """Number of comparisons after each of three updates."""
+    with rollout_with(sync_verify=how) as (rollout, layout, mine):
+        compared, compare = [0], rollout._compare
+        counts = []
+
+        def counted(tensors: Any) -> None:
+            compared[0] += 1
+            compare(tensors)
+
+        rollout._compare = counted
+        for _ in range(3):
+            rollout.sync(layout, mine)
+            assert holds_everything(rollout)
+            counts.append(compared[0])
+        assert rollout.buckets.plan.rounds > 3
+        return counts
+
+
+@pytest.mark.parametrize(("how", "counts"), [("off", [0, 0, 0]), ("first", [1, 1, 1]), ("always", [1, 2, 3])])
+def test_updates_are_compared_as_often_as_asked(how: str, counts: list[int]) -> None:
+    assert worlds.run(2, checks, how, timeout=200) == [counts, counts]
+
+
+def flipped(how: str) -> tuple[str, bool]:
+    """A bit of the second bucket of rank 1 is wrong in the second update."""
+    with rollout_with(sync_verify=how) as (rollout, layout, mine):
+        rollout.sync(layout, mine)
+        fill = rollout.buckets.fill
+
+        def faulty(tensors: Any) -> Any:
+            for bucket in fill(tensors):
+                if rollout.device.rank == 1 and bucket.number == 1:
+                    bucket.buffer[-1] ^= 1
+                yield bucket
+
+        rollout.buckets.fill = faulty
+        try:
+            rollout.sync(layout, mine)
+            return "", holds_everything(rollout)
+        except RuntimeError as error:
+            assert rollout.stale and not rollout.restarts
+            return str(error), holds_everything(rollout)
+
+
+def test_a_flipped_bit_is_found_by_the_comparison_alone() -> None:
+    (first, whole_0), (second, whole_1) = worlds.run(2, flipped, "always", timeout=200)
+    assert first == second and whole_0 and not whole_1
+    assert first.startswith("rank 1: after the weight update the engine holds other weights than the trainer: 1 tensor")
+    assert first[-8:] in SHAPES
+    assert worlds.run(2, flipped, "first", timeout=200) == [("", True), ("", False)]
+
+
+def dying(during: str, allowed: int) -> tuple[str, int, bool]:
+    """The engine of rank 1 dies in the second update."""
+    with rollout_with(sync_verify="always", engine_restarts=allowed) as (rollout, layout, mine):
+        rollout.sync(layout, mine)
+        kept = rollout.host
+        if rollout.device.rank == 1:
+            kept.die_in = during
+        try:
+            rollout.sync(layout, mine)
+            message = ""
+        except RuntimeError as error:
+            message = str(error)
+            with pytest.raises(RuntimeError, match="no valid weights"):
+                rollout.generate([], None)
+        assert (rollout.host is kept) == (rollout.device.rank == 0 or not allowed), "only the dead engine is replaced"
+        return message, rollout.restarts, holds_everything(rollout)
+
+
+@pytest.mark.parametrize(
+    "during", ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache", "collective_rpc"]
+)
+def test_an_engine_that_dies_is_an_error_on_every_rank_or_is_replaced(during: str) -> None:
+    for message, restarts, _ in worlds.run(2, dying, during, 0, timeout=200):
+        assert message.startswith("rank 1: the vLLM engine died during") and restarts == 0
+    assert worlds.run(2, dying, during, 1, timeout=200) == [("", 1, True), ("", 1, True)]
