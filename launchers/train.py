@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a checkout that was never installed
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
+STOPPED = 75  # asked to stop, state saved: start it again (EX_TEMPFAIL of sysexits.h)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
         device = init_distributed(cfg.trainer.device, cfg.trainer.collective_timeout_s)
         from rlscale.loop.rl import train
 
-        train(cfg, device)
+        stopped = train(cfg, device)
     except ValueError as error:  # the user's data or model, named by the message
         return fail(str(error), rank, USAGE_ERROR)
     except KeyboardInterrupt:
@@ -65,8 +66,13 @@ def main(argv: list[str]) -> int:
             return fail("lost contact with another rank, which ended first", rank, RUN_ERROR, every_rank=True)
         if not raised_here(error):
             traceback.print_exc()
-        return fail(f"{type(error).__name__}: {error}", rank, RUN_ERROR, every_rank=True)
-    return 0
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        return fail(text, rank, RUN_ERROR, every_rank=True)
+    if stopped is None:
+        return 0
+    if rank == 0:
+        print(f"stopped: {stopped}; the same command with trainer.resume_mode=auto goes on", flush=True)
+    return STOPPED
 
 
 def lost_contact(error: Exception) -> bool:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -149,8 +150,17 @@ def quiet_libraries() -> None:
     bf16.see_memory_usage = lambda *_, **__: None  # prints at every construction, whatever the level
 
 
+def leave() -> None:
+    """End this process at once, as after a SIGTERM."""
+    os._exit(143)
+
+
+#: what to do when the launcher has ended
+on_launcher_end: Callable[[], None] = leave
+
+
 def follow_launcher(interval_s: float = 1.0) -> None:
-    """End this process when DeepSpeed's runner is gone.
+    """End this process when DeepSpeed's runner is gone (or whatever `on_launcher_end` says by then).
 
     The runner starts a launcher, which starts the ranks. A SIGTERM (scheduler, ``timeout``) ends only the runner, and
     the launcher with all its ranks would train on unseen.
@@ -164,7 +174,7 @@ def follow_launcher(interval_s: float = 1.0) -> None:
         while os.getppid() == launcher and _parent(launcher) == runner:
             time.sleep(interval_s)
         print("error: the launcher has ended; so does this rank", file=sys.stderr, flush=True)
-        os._exit(143)
+        on_launcher_end()
 
     threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
 

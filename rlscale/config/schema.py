@@ -73,6 +73,12 @@ class TrainerConfig:
     plots: bool = opt(True, "draw plots/*.png at the end of the run")
     critic_warmup: int = opt(0, "steps in which only the critic is updated", min=0)
     collective_timeout_s: float = opt(1800.0, "seconds after which a stalled collective ends the run", above=0)
+    max_time: float | None = opt(
+        None, "seconds after which the run stops between two phases, saves its state and exits with code 75", above=0
+    )
+    stop_grace_s: float = opt(
+        25.0, "seconds that a run has to save its state and end after SIGTERM, SIGINT or SIGUSR1", above=0
+    )
 
 
 @dataclass
@@ -241,7 +247,7 @@ class RolloutConfig:
     logprob_check_bound: float = opt(0.1, "mean absolute difference of log-probs above which the run stops", above=0)
     start_timeout_s: float = opt(300.0, "seconds for an engine to start", above=0)
     request_timeout_s: float = opt(1800.0, "seconds for one step's generation", above=0)
-    engine_restarts: int = opt(2, "times in a run that engines which died are started again, at a sync", min=0)
+    engine_restarts: int = opt(2, "times in a run that engines which died or stalled are replaced", min=0)
     engine_args: dict[str, Any] = opt({}, "further arguments of vLLM's engine, handed over unchanged")
 
 

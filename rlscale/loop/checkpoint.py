@@ -245,6 +245,13 @@ class Checkpoints:
             self.progress.message(f"checkpoint of step {step} {how} ({time.monotonic() - started:.1f} s)")
         self.progress.restart_clock()
 
+    def save_stopped(self, run: Run) -> None:
+        """Save what a run that was asked to stop has reached, unless that is saved, or ``trainer.save_freq`` is -1."""
+        self.wait()
+        if run.cfg.trainer.save_freq >= 0 and run.step > max(self.saver.store.steps(), default=0):
+            self.save(run, run.step, {})
+            self.wait()
+
     def wait(self) -> None:
         """Wait for an asynchronous save; errors as in `save`."""
         self._attempt(self.saver.wait)

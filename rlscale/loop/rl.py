@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,33 +21,58 @@ from rlscale.config.schema import Config
 from rlscale.loop import report
 from rlscale.loop.objectives import actor_loss, contributing_rows, critic_loss
 from rlscale.loop.state import Run, build
+from rlscale.loop.stopping import Stopped
 from rlscale.observe.timers import Timers
 from rlscale.rollout.sampling import Sampling
 
 
-def train(cfg: Config, device: Device) -> None:
-    """Run the configured algorithm to its end. Collective over the world; errors end the process with a message."""
+def train(cfg: Config, device: Device) -> str | None:
+    """Run the configured algorithm to its end, or until it is asked to stop: then the state reached is saved, and the
+    reason is returned. Collective over the world; errors end the process with a message.
+    """
     run = build(cfg, device)
+    run.watch.start()
     try:
-        if cfg.trainer.val_before_train and run.step == 0:
-            validate(run, 0)
-        for step in range(run.step + 1, run.total_steps + 1):
-            metrics = train_step(run, step)
-            last = step == run.total_steps
-            if run.val and cfg.trainer.test_freq >= 0 and (last or _due(step, cfg.trainer.test_freq)):
-                metrics.update(validate(run, step))
-            run.writer.log(step, metrics)
-            run.progress.step(step, metrics)
-            run.step = step
-            saves = cfg.trainer.save_freq >= 0 and (last or _due(step, cfg.trainer.save_freq))
-            if (last and cfg.trainer.export != "never") or (saves and cfg.trainer.export == "save"):
-                report.export_policy(run, step)
-            if saves:
-                run.checkpoints.save(run, step, metrics)
-        run.checkpoints.wait()
-        report.finish(run)
+        _steps(run)
+    except Stopped as stop:
+        run.checkpoints.save_stopped(run)
+        return str(stop)
+    except Exception as error:
+        run.watch.failed(error)
+        raise
     finally:
         run.close()
+    return None
+
+
+def _steps(run: Run) -> None:
+    trainer = run.cfg.trainer
+    if trainer.val_before_train and run.step == 0:
+        validate(run, 0)
+    for step in range(run.step + 1, run.total_steps + 1):
+        metrics, stop = train_step(run, step), None
+        last = step == run.total_steps
+        if run.val and trainer.test_freq >= 0 and (last or _due(step, trainer.test_freq)):
+            try:
+                metrics.update(validate(run, step))
+            except Stopped as asked:  # the step itself is whole
+                stop = asked
+        run.writer.log(step, metrics)
+        run.progress.step(step, metrics)
+        run.step = step
+        saves = trainer.save_freq >= 0 and (last or _due(step, trainer.save_freq))
+        if (last and trainer.export != "never") or (saves and trainer.export == "save"):
+            run.watch.phase(f"export of step {step}")
+            report.export_policy(run, step)
+        if saves:
+            run.watch.phase(f"save of step {step}")
+            run.checkpoints.save(run, step, metrics)
+        if stop is not None:
+            raise stop
+        if not last:
+            run.watch.agree()
+    run.checkpoints.wait()
+    report.finish(run)
 
 
 def _due(step: int, freq: int) -> bool:
@@ -55,12 +81,14 @@ def _due(step: int, freq: int) -> bool:
 
 def train_step(run: Run, step: int) -> dict[str, float]:
     """One step: sample, score, estimate advantages, update, hand the new weights to the engines."""
-    cfg, timers = run.cfg, Timers(run.device.synchronize, run.progress.phase)
+    cfg, timers = run.cfg, Timers(run.device.synchronize, partial(run.phase, step))
     with timers("step"):
+        position = run.train.state_dict()
         prompts = run.train.next_batch()
         with timers("gen"):
             run.rest()  # what saving has brought back to the device
             mine = run.rollout.generate(prompts, train_sampling(cfg, step), run.pool)
+            _give_up_if_asked(run, position)
             trajectories = exchange(mine, len(prompts) * cfg.rollout.n)
             run.rollout.sleep()  # the devices are the trainer's until the sync
         batch = pack(trajectories)
@@ -69,6 +97,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         if run.critic is not None:
             with timers("values"):
                 batch.values = run.critic.values(batch)
+        _give_up_if_asked(run, position)
         with timers("adv"):
             metrics.update(advantages(run, batch))
         if run.critic is not None:
@@ -85,7 +114,18 @@ def train_step(run: Run, step: int) -> dict[str, float]:
                 metrics.update(run.rollout.sync(run.actor.layout, run.actor.tensors()))
         run.rest()
     report.rollouts(run, step, trajectories, batch)
+    if run.rollout.restarts:
+        metrics |= {"rollout/engine_restarts": run.rollout.restarts, "rollout/resampled": run.rollout.resampled}
     return {**metrics, **report.batch_metrics(run, trajectories, batch), **report.timing(run, timers, batch)}
+
+
+def _give_up_if_asked(run: Run, position: dict[str, Any]) -> None:
+    """Leave the step if the run was asked to stop; nothing but the position in the data has changed so far."""
+    try:
+        run.watch.agree()
+    except Stopped:
+        run.train.load_state_dict(position)
+        raise
 
 
 def train_sampling(cfg: Config, step: int) -> Sampling:
@@ -248,7 +288,10 @@ def validate(run: Run, step: int) -> dict[str, float]:
         seed=cfg.trainer.seed,
     )
     prompts = run.val.all()
-    trajectories = exchange(run.rollout.generate(prompts, sampling, run.pool), len(prompts) * r.val_n)
+    run.phase(step, "validate")
+    mine = run.rollout.generate(prompts, sampling, run.pool)
+    run.watch.agree()
+    trajectories = exchange(mine, len(prompts) * r.val_n)
     metrics = report.validation_metrics(trajectories, r.val_n)
     metrics["timing_s/testing"] = time.time() - started
     report.validation(run, step, trajectories, metrics)

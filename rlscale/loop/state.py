@@ -17,6 +17,7 @@ from rlscale.config.validate import uses_critic, uses_reference
 from rlscale.data.dataset import PromptData
 from rlscale.data.tokenizers import eos_token_ids, load_tokenizer
 from rlscale.loop.checkpoint import Checkpoints, Resume, find, restore, set_later_aside
+from rlscale.loop.stopping import Watch
 from rlscale.model.arch import ModelSpec
 from rlscale.observe.progress import Progress
 from rlscale.observe.writers import RunWriter
@@ -45,6 +46,7 @@ class Run:
     progress: Progress
     kl_controller: FixedKL
     checkpoints: Checkpoints
+    watch: Watch
     step: int = 0  # steps done
     started: float = field(default_factory=time.time)
     tokens_seen: int = 0
@@ -60,9 +62,14 @@ class Run:
         """The models that are trained, by role."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
+    def phase(self, step: int, name: str) -> None:
+        """Say what this rank begins to do."""
+        self.progress.phase(name)
+        self.watch.phase(f"{name} of step {step}")
+
     def close(self) -> None:
         """End engine and scorer processes and flush the writers; safe after an error on any rank."""
-        for part in (self.pool, self.rollout, self.progress, self.writer):
+        for part in (self.pool, self.rollout, self.progress, self.writer, self.watch):
             if part is not None:
                 part.close()
 
@@ -92,6 +99,7 @@ def build(cfg: Config, device: Device) -> Run:
 
     Collective; raises before anything trains if a part does not fit.
     """
+    started = time.monotonic()
     resume = find(cfg, device)
     tokenizer = load_tokenizer(cfg.model)
     spec = ModelSpec.from_hf(cfg.model.path)
@@ -116,6 +124,9 @@ def build(cfg: Config, device: Device) -> Run:
         actor, reference, critic = _models(cfg, spec, device, steps)
         progress.message(f"starting {rollout.replicas} vLLM engine(s); their logs: {cfg.trainer.run_dir}/engines")
         rollout.start()
+        watch = Watch(grace_s=cfg.trainer.stop_grace_s, max_time_s=cfg.trainer.max_time, since=started)
+        rollout.interrupted = lambda: watch.requested
+        rollout.weights = lambda: (actor.layout, actor.tensors())
         run = Run(
             cfg=cfg,
             device=device,
@@ -131,6 +142,7 @@ def build(cfg: Config, device: Device) -> Run:
             progress=progress,
             kl_controller=kl_controller(cfg),
             checkpoints=Checkpoints(cfg, progress),
+            watch=watch,
         )
         if resume is not None:
             restore(run, resume)

@@ -14,7 +14,7 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from rlscale.reward.pool import RewardPool
 
 RPC_TIMEOUT_S = 300.0  # for calls to the engine other than generation
+POLL_S = 0.5  # between looks at whether generation should be broken off
+Weights = tuple[Layout, Mapping[str, torch.Tensor]]
+Missing = list[tuple[int, list[int]]]  # prompts by their place in the step, each with the numbers of samples it lacks
 _instances = itertools.count()
 
 
@@ -57,11 +60,15 @@ class Rollout:
         self.log = Path(run_dir) / "engines" / f"rank_{device.rank}.log"
         self.host = EngineHost(cfg, device, self.log) if self.is_leader else None
         self.name = f"rollout{next(_instances)}"
-        self.calls = self.restarts = 0
+        self.calls = 0
         self.asleep = self.stale = self.verified = False
         self.destination: Destination | None = None
         self.buckets: Buckets | None = None
         self.source: Layout | None = None
+        self.updated = False  # the engines have other weights than those of ``model.path``
+        self.weights: Callable[[], Weights] | None = None  # those of the last update, for an engine that is replaced
+        self.restarts = self.resampled = 0  # engines replaced in this run, and samples that were lost with them
+        self.interrupted: Callable[[], bool] = lambda: False  # whether generation should be broken off
         self.control: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
         self.counter: Counter = LocalCounter()
@@ -119,66 +126,108 @@ class Rollout:
         by_rank = [targets for of_leader in gather(described, self.control) for targets in of_leader]
         self.destination = Destination(by_rank)
 
-    def generate(self, prompts: list[Prompt], sampling: Sampling, pool: RewardPool | None = None) -> list[Trajectory]:
+    def generate(
+        self,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        pool: RewardPool | None = None,
+    ) -> list[Trajectory]:
         """Sample ``sampling.n`` responses to every prompt of the step's global list.
 
-        With a pool each response is scored as soon as it is complete, while others are still being generated.
+        With a pool each response is scored as soon as it is complete, while others are still being generated. An engine
+        that dies or stalls is replaced (``rollout.engine_restarts`` times in a run), gets the weights of the last
+        update, and what it had not finished is sampled again, with the same seeds. A leader on which `interrupted` is
+        true breaks off and returns what is complete.
 
         Returns:
-            This leader's share, whole prompts, in the order of prompts and samples; nothing on other ranks.
+            This leader's share, in the order of prompts and samples; nothing on other ranks.
 
         Raises:
-            RuntimeError: on every rank, when an engine dies or takes longer than ``rollout.request_timeout_s``, and
-                after an update of the weights that failed.
+            RuntimeError: on every rank, when an engine dies or takes longer than ``rollout.request_timeout_s`` once too
+                often, and after an update of the weights that failed.
         """
         if self.stale or self.asleep:
             raise RuntimeError("the engines have no valid weights (asleep, or an update failed): sync them first")
-        self.calls += 1
-        claims = Claims(self.counter, f"claims{self.calls}", len(prompts))
         mine: list[Trajectory] = []
+        missing: Missing = [(index, list(range(sampling.n))) for index in range(len(prompts))]
+        while missing:
+            self.calls += 1
+            claims = Claims(self.counter, f"claims{self.calls}", len(missing))
 
-        def work() -> None:
-            assert self.host is not None
-            serve = self._serve(prompts, sampling, pool, claims)
-            mine.extend(self.host.run(serve, self.cfg.rollout.request_timeout_s, "generation"))
+            def work(missing: Missing = missing, claims: Claims = claims) -> None:
+                assert self.host is not None
+                serve = self._serve(prompts, missing, sampling, pool, claims, mine)
+                self.host.run(serve, self.cfg.rollout.request_timeout_s, "generation")
 
-        self._together(work, "generation")
+            try:
+                self._together(work, "generation")
+                break
+            except RuntimeError as error:
+                if not self._replace_lost(error):
+                    break
+                if self.updated:
+                    assert self.weights is not None
+                    self.sync(*self.weights())
+                self.stale = False
+            missing = self._still_missing(missing, mine)
         return sorted(mine, key=lambda t: (t.prompt_index, t.sample_index))
 
+    def _still_missing(self, missing: Missing, mine: list[Trajectory]) -> Missing:
+        """What no rank has finished, the same list on all of them."""
+        shares = gather([(t.prompt_index, t.sample_index) for t in mine], self.control)
+        done = {key for share in shares for key in share}
+        rest = [(index, [i for i in numbers if (index, i) not in done]) for index, numbers in missing]
+        self.resampled += sum(len(numbers) for _, numbers in rest)
+        return [(index, numbers) for index, numbers in rest if numbers]
+
     async def _serve(
-        self, prompts: list[Prompt], sampling: Sampling, pool: RewardPool | None, claims: Claims
-    ) -> list[Trajectory]:
-        """Claim prompts and sample them until none is left.
+        self,
+        prompts: list[Prompt],
+        missing: Missing,
+        sampling: Sampling,
+        pool: RewardPool | None,
+        claims: Claims,
+        finished: list[Trajectory],
+    ) -> None:
+        """Claim prompts and sample them until none is left; responses that are complete (and scored) are ``finished``.
 
         A replica holds at most its even share of the prompts at a time, and of these as many samples as the engine
         decodes at once, with one prompt more in the engine's queue so that a free place is taken without a turn through
         this process.
         """
         r, n = self.cfg.rollout, sampling.n
-        room = max(n, min(r.max_num_seqs + n, -(-len(prompts) // self.replicas) * n))
+        room = max(n, min(r.max_num_seqs + n, -(-len(missing) // self.replicas) * n))
         running: set[asyncio.Task[Trajectory]] = set()
         scoring: list[asyncio.Task[None]] = []
-        finished: list[Trajectory] = []
+
+        async def complete(trajectory: Trajectory) -> None:
+            if pool is not None:
+                await _score(pool, prompts[trajectory.prompt_index], trajectory)
+            finished.append(trajectory)
+
         try:
-            while True:
+            while not self.interrupted():
                 while len(running) + n <= room and not claims.exhausted:
-                    for index in claims.take(max(1, min(r.prefetch_groups, (room - len(running)) // n))):
-                        work = (self._sample(prompts[index], index, i, sampling) for i in range(n))
+                    for claimed in claims.take(max(1, min(r.prefetch_groups, (room - len(running)) // n))):
+                        index, numbers = missing[claimed]
+                        work = (self._sample(prompts[index], index, i, sampling) for i in numbers)
                         running |= {asyncio.create_task(coroutine) for coroutine in work}
                 if not running:
                     break
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    trajectory = task.result()
-                    finished.append(trajectory)
-                    if pool is not None:
-                        scoring.append(asyncio.create_task(_score(pool, prompts[trajectory.prompt_index], trajectory)))
-            await asyncio.gather(*scoring)
+                done, running = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                failed = [error for task in done if (error := task.exception())]
+                scoring += [asyncio.create_task(complete(t.result())) for t in done if not t.exception()]
+                if failed:
+                    raise failed[0]
+            if not self.interrupted():
+                await asyncio.gather(*scoring)
+        except Exception:
+            await asyncio.gather(*scoring, return_exceptions=True)  # what is complete need not be sampled again
+            raise
         finally:
             for unfinished in [*running, *scoring]:
                 unfinished.cancel()
             await asyncio.gather(*running, *scoring, return_exceptions=True)
-        return finished
 
     async def _sample(self, prompt: Prompt, index: int, number: int, sampling: Sampling) -> Trajectory:
         from vllm import SamplingParams
@@ -217,24 +266,40 @@ class Rollout:
             tensors: this rank's buffers by key, as in the layout.
 
         Returns:
-            ``rollout/sync_bytes`` that this rank's worker took over, ``rollout/sync_s``, ``rollout/engine_restarts`` so
-            far.
+            ``rollout/sync_bytes`` that this rank's worker took over, ``rollout/sync_s``.
 
         Raises:
             ValueError: the source lacks a tensor that an engine needs, or has it in another shape.
             RuntimeError: on every rank, when a worker did not take everything, holds something else than the trainer
                 (``rollout.sync_verify``), or has died; `generate` then refuses to run.
         """
+        if self.weights is None:
+            self.weights = lambda: (source, tensors)
+        self.updated = True
         while True:
             try:
                 return self._sync(source, tensors)
             except RuntimeError as error:
-                dead = any(gather(self.host is not None and not self.host.alive, self.control))
-                if not dead or self.restarts >= self.cfg.rollout.engine_restarts:
-                    raise
-                if self.device.rank == 0:
-                    print(f"warning: {error}; starting a new engine", file=sys.stderr, flush=True)
-                self.restart()
+                if not self._replace_lost(error):
+                    return {}
+
+    def _replace_lost(self, error: RuntimeError) -> bool:
+        """Start new engines in the place of those that were lost, unless generation is to be broken off (a launcher
+        that ends a run ends the engines, too); says whether. Collective.
+
+        Raises:
+            RuntimeError: ``error``, where no engine was lost or ``rollout.engine_restarts`` is used up.
+        """
+        lost = self.host is not None and not self.host.alive
+        leaders = gather((lost, self.interrupted()), self.control)
+        if any(interrupted for _, interrupted in leaders):
+            return False
+        if not any(lost for lost, _ in leaders) or self.restarts >= self.cfg.rollout.engine_restarts:
+            raise error
+        if self.device.rank == 0:
+            print(f"warning: {error}; starting a new engine", file=sys.stderr, flush=True)
+        self.restart()
+        return True
 
     def _sync(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
         started = time.perf_counter()
@@ -261,7 +326,6 @@ class Rollout:
         return {
             "rollout/sync_bytes": float(taken),
             "rollout/sync_s": time.perf_counter() - started,
-            "rollout/engine_restarts": float(self.restarts),
         }
 
     def _prepare(self, source: Layout) -> None:

@@ -49,6 +49,7 @@ class EngineHost:
         self.engine: Any = None
         self.processes: list[Any] = []
         self.shared: set[Path] = set()  # what the engine's processes share in /dev/shm
+        self.stalled = False  # it did not answer in time
 
     def start(self) -> None:
         """Start the engine's processes and generate two tokens.
@@ -108,11 +109,13 @@ class EngineHost:
             RuntimeError: the engine died, failed or took longer than ``timeout`` seconds; names this rank.
         """
         rank = f"rank {self.device.rank}"
+        self.stalled = False
         try:
             self._check_alive()
             return self.loop.run_until_complete(asyncio.wait_for(self._unless_dead(work), timeout))
         except TimeoutError as error:
             work.close()
+            self.stalled = True
             raise RuntimeError(f"{rank}: {what} took more than {timeout:g} s") from error
         except Exception as error:
             work.close()
@@ -135,7 +138,7 @@ class EngineHost:
     @property
     def alive(self) -> bool:
         """Whether the engine can be called."""
-        return self._alive() and not self.engine.errored
+        return self._alive() and not self.engine.errored and not self.stalled
 
     def close(self) -> None:
         """End the engine's processes; kill those that do not end by themselves. May be called again."""

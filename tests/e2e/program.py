@@ -56,6 +56,8 @@ class Program:
     overrides: dict[str, Any]
     yaml: str = "yamls/quickstart_cpu.yaml"
     ranks: int = 2
+    script: str = "launchers/train.py"
+    environment: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -73,7 +75,7 @@ class Program:
             str(self.ranks),
             "--master_port",
             str(free_port()),
-            "launchers/train.py",
+            self.script,
             "--yaml",
             self.yaml,
             *values,
@@ -84,6 +86,7 @@ class Program:
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+            **self.environment,
         }
         self.log = self.folder.parent / f"{self.folder.name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ class Model:
 
 class Rollout:
     def __init__(self, log: list[str], sleeps: bool):
-        self.log, self.sleeps, self.asleep = log, sleeps, False
+        self.log, self.sleeps, self.asleep, self.restarts = log, sleeps, False, 0
 
     def generate(self, prompts: list[Any], *_: Any) -> list[Trajectory]:
         self.log.append("generate")
@@ -75,7 +75,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, sleeps: bool, count: int = 1, warmup:
         cfg=cfg,
         device=SimpleNamespace(synchronize=lambda: None, rank=0),  # type: ignore[arg-type]
         total_steps=count,
-        train=SimpleNamespace(next_batch=lambda: [0, 1]),  # type: ignore[arg-type]
+        train=SimpleNamespace(next_batch=lambda: [0, 1], state_dict=dict),  # type: ignore[arg-type]
         val=None,
         actor=Model("actor", log),  # type: ignore[arg-type]
         reference=Model("reference", log),  # type: ignore[arg-type]
@@ -84,6 +84,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, sleeps: bool, count: int = 1, warmup:
         pool=None,
         writer=None,  # type: ignore[arg-type]
         progress=Progress(count, rank=1),
+        watch=SimpleNamespace(agree=lambda: None, phase=lambda name: None),  # type: ignore[arg-type]
         kl_controller=kl_controller(cfg),
         checkpoints=None,  # type: ignore[arg-type]
     )

@@ -57,6 +57,7 @@ def configuration(layout: str, path: str, **rollout: Any) -> Any:
     cfg.data.max_prompt_length, cfg.data.max_response_length = 64, 64
     cfg.rollout.tensor_model_parallel_size = 2 if layout == "split" else 1
     cfg.rollout.kv_cache_memory_gb, cfg.rollout.max_num_seqs, cfg.rollout.sync_bucket_mb = 1 / 32, 16, 1
+    cfg.rollout.engine_restarts = 0
     for key, value in rollout.items():
         setattr(cfg.rollout, key, value)
     return cfg
@@ -183,7 +184,7 @@ def test_truncated_sampling_reports_the_truncated_distribution(run_dir: str) -> 
 
 def one_engine_takes_all(run_dir: str, given: int | None, taker: int, **sampling: Any) -> list[Any]:
     """As `generate`, with the other leader so slow that nothing is left for it."""
-    from rlscale.rollout.sampling import Sampling
+    from rlscale.rollout.sampling import Claims, Sampling
 
     rollout = rollout_of("replicas", run_dir)
     if given is not None:
@@ -191,7 +192,7 @@ def one_engine_takes_all(run_dir: str, given: int | None, taker: int, **sampling
     serve = rollout._serve
 
     async def late(*args: Any) -> list[Any]:
-        claims = args[-1]
+        [claims] = (a for a in args if isinstance(a, Claims))
         while rollout.device.rank != taker and claims.counter.add(claims.key, 0) < claims.total:
             await asyncio.sleep(0.02)
         return await serve(*args)
@@ -362,6 +363,56 @@ def test_generation_that_takes_too_long_is_an_error_and_the_engines_go_on(run_di
     check(together(worlds.run(2, generate, "replicas", run_dir, 1, timeout=START)), model("replicas", 1))
 
 
+def lose_engines(run_dir: str) -> Any:
+    """Rank 1 loses its engine while it generates: the samples without and with that, and how many it cost."""
+    from rlscale.rollout.sampling import Sampling
+
+    rollout = rollout_of("replicas", run_dir)
+    rollout.cfg.rollout.engine_restarts = rollout.restarts + 1
+    looks = 0
+
+    def kill_once() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3 and rollout.device.rank == 1:
+            os.kill(rollout.host.processes[0].pid, signal.SIGKILL)
+        return False
+
+    sampling = Sampling(n=4, max_tokens=16, seed=11)
+    expected = rollout.generate(prompts(PROMPTS), sampling)
+    rollout.interrupted = kill_once
+    got = rollout.generate(prompts(PROMPTS), sampling)
+    rollout.cfg.rollout.engine_restarts, rollout.interrupted = 0, lambda: False
+    return expected, got, rollout.resampled
+
+
+def test_a_lost_engine_is_replaced_and_only_what_was_unfinished_is_sampled_again(run_dir: str) -> None:
+    worlds.run(2, generate, "replicas", run_dir, 1, timeout=START)
+    answers = worlds.run(2, lose_engines, run_dir, timeout=START)
+    expected, got = (together([a[k] for a in answers]) for k in (0, 1))
+    assert len(expected) == len(got) == 4 * len(PROMPTS)
+    for one, other in zip(expected, got, strict=True):
+        assert one.response_ids == other.response_ids
+        assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=EXACT)
+    assert answers[0][2] == answers[1][2] and 0 < answers[0][2] < len(expected)
+
+
+def interrupt(run_dir: str) -> int:
+    from rlscale.rollout.sampling import Sampling
+
+    rollout, looks = rollout_of("replicas", run_dir), iter(range(100))
+    rollout.interrupted = lambda: next(looks) > 3
+    try:
+        return len(rollout.generate(prompts(PROMPTS), Sampling(n=4, max_tokens=60)))
+    finally:
+        rollout.interrupted = lambda: False
+
+
+def test_generation_can_be_broken_off(run_dir: str) -> None:
+    assert sum(worlds.run(2, interrupt, run_dir, timeout=START)) < 4 * len(PROMPTS)
+    check(together(worlds.run(2, generate, "replicas", run_dir, 1, timeout=START)), model("replicas", 1))
+
+
 def family(run_dir: str, layout: str) -> tuple[list[int], set[str]]:
     rollout = rollout_of(layout, run_dir)
     return engine_processes(rollout), {path.name for path in rollout.host.shared}
@@ -387,13 +438,15 @@ def sync_while_dying(run_dir: str) -> tuple[str, float]:
             yield bucket
 
     rollout.buckets.fill = faulty
-    allowed, rollout.cfg.rollout.engine_restarts = rollout.cfg.rollout.engine_restarts, 0
     started = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         rollout.sync(*weights("replicas", 1))
     took = time.monotonic() - started
-    rollout.buckets.fill, rollout.cfg.rollout.engine_restarts = fill, allowed
-    assert rollout.sync(*weights("replicas", 1))["rollout/engine_restarts"] == 1
+    rollout.buckets.fill = fill
+    before, rollout.cfg.rollout.engine_restarts = rollout.restarts, rollout.restarts + 1
+    rollout.sync(*weights("replicas", 1))
+    assert rollout.restarts == before + 1
+    rollout.cfg.rollout.engine_restarts = 0
     return str(caught.value), took
 
 

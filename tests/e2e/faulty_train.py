@@ -1,0 +1,55 @@
+"""The program of the README with one fault: FAULT = "<what> <phase> <step> <rank>" happens as that phase begins there.
+
+What: raise (an exception), die (SIGKILL), kill-engine (of this rank, a moment later), or the name of a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+
+def strike(what: str) -> None:
+    if what == "raise":
+        raise RuntimeError("a fault that was asked for")
+    if what == "kill-engine":
+        threading.Thread(target=kill_engine).start()
+        return
+    os.kill(os.getpid(), signal.SIGKILL if what == "die" else signal.Signals[what])
+
+
+def kill_engine() -> None:
+    time.sleep(0.15)
+    for child in psutil.Process().children(recursive=True):
+        if any("EngineCore" in part for part in [child.name(), *child.cmdline()]):
+            child.kill()
+
+
+def main() -> None:
+    from rlscale.loop.state import Run
+
+    what, phase, step, rank = os.environ["FAULT"].split()
+    begin = Run.phase
+
+    def faulty(self: Any, at: int, name: str) -> None:
+        begin(self, at, name)
+        if (name, at, self.device.rank) == (phase, int(step), int(rank)):
+            strike(what)
+
+    Run.phase = faulty  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":  # vLLM's processes import this file, too
+    main()
+    runpy.run_path(str(ROOT / "launchers" / "train.py"), run_name="__main__")
