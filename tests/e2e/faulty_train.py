@@ -1,6 +1,6 @@
 """The program of the README with one fault: FAULT = "<what> <phase> <step> <rank>" happens as that phase begins there.
 
-What: raise (an exception), die (SIGKILL), kill-engine (of this rank, a moment later), or the name of a signal.
+What: raise (an exception), die (SIGKILL), kill-engine (this rank's, as soon as it samples), or the name of a signal.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +22,25 @@ def strike(what: str) -> None:
     if what == "raise":
         raise RuntimeError("a fault that was asked for")
     if what == "kill-engine":
-        threading.Thread(target=kill_engine).start()
+        kill_engine_that_samples()
         return
     os.kill(os.getpid(), signal.SIGKILL if what == "die" else signal.Signals[what])
 
 
-def kill_engine() -> None:
-    time.sleep(0.15)
-    for child in psutil.Process().children(recursive=True):
-        if any("EngineCore" in part for part in [child.name(), *child.cmdline()]):
-            child.kill()
+def kill_engine_that_samples() -> None:
+    from rlscale.rollout.engine import Rollout
+
+    sample = Rollout._sample
+
+    async def deadly(self: Any, *args: Any) -> Any:
+        if Rollout._sample is deadly:
+            Rollout._sample = sample  # type: ignore[method-assign]
+            for child in psutil.Process().children(recursive=True):
+                if any("EngineCore" in part for part in [child.name(), *child.cmdline()]):
+                    child.kill()
+        return await sample(self, *args)
+
+    Rollout._sample = deadly  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:
