@@ -333,7 +333,8 @@ class Rollout:
         if source is self.source or (self.source is not None and source == self.source):
             return
         assert self.destination is not None, "start() comes first"
-        plan = self.destination.plan(source, self.cfg.rollout.sync_bucket_mb * 2**20)
+        bucket = self.cfg.rollout.sync_bucket_mb * 2**20
+        plan = self.destination.plan(source, bucket, ranks_per_node=self.device.local_world)
         self.buckets = Buckets(plan, self.device.rank, self.device.torch_device)
         mailboxes = gather(self.buckets.mailbox(), self.control)
         workers = mailboxes[self.device.rank : self.device.rank + self.tp]

@@ -36,12 +36,17 @@ class Destination:
         self.dtypes: dict[str, torch.dtype] = {target["name"]: getattr(torch, target["dtype"]) for target in pieces}
         self.layout = rank_pieces_from_dicts(pieces, shapes)
 
-    def plan(self, source: Layout, bucket_bytes: int) -> Plan:
-        """Raises ValueError where the source lacks a tensor that an engine needs, or has it in another shape.
+    def plan(self, source: Layout, bucket_bytes: int, ranks_per_node: int | None = None) -> Plan:
+        """Two buckets and a staging buffer of the same size together take twice ``bucket_bytes``.
 
-        Two buckets and a staging buffer of the same size together take twice ``bucket_bytes``.
+        Raises:
+            ValueError: the source lacks a tensor that an engine needs, has one that no engine has a place for, or has
+                one in another shape.
         """
-        return plan(source, self.layout, dtype=self.dtypes, bucket_bytes=bucket_bytes * 2 // 3)
+        size = bucket_bytes * 2 // 3
+        return plan(
+            source, self.layout, dtype=self.dtypes, bucket_bytes=size, ranks_per_node=ranks_per_node, complete=True
+        )
 
 
 class Buckets:

@@ -275,7 +275,7 @@ def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
     destination = rollout.destination
     plan = destination.plan
 
-    def faulty(source: Any, bucket_bytes: int) -> Any:
+    def faulty(source: Any, bucket_bytes: int, **_: Any) -> Any:
         rest = destination.layout.only(set(destination.layout.shapes) - {name})
         return reshard.plan(source, rest, dtype=destination.dtypes, bucket_bytes=bucket_bytes)
 

@@ -97,7 +97,7 @@ def rollout_with(**options: Any) -> Iterator[Any]:
         rollout = engine.Rollout(cfg, Device("cpu", rank, rank, world, world), ".", [0])
         rollout.start()
         plan = rollout.destination.plan
-        rollout.destination.plan = lambda source, _: plan(source, 1500)  # several buckets
+        rollout.destination.plan = lambda source, *_, **__: plan(source, 1500)  # several buckets
         yield rollout, *trainers_weights()
         rollout.close()
     finally:
