@@ -138,7 +138,7 @@ def _trainer(c: Config) -> Iterator[Violation]:
         yield Violation(
             ("trainer.critic_warmup", "trainer.total_training_steps"),
             f"trainer.critic_warmup is "
-            f"{t.critic_warmup}, so the actor would never be trained in total_training_steps {t.total_training_steps}",
+            f"{t.critic_warmup}, so the actor would never be trained in trainer.total_training_steps {t.total_training_steps}",
         )
     if (t.resume_mode == "path") != (t.resume_from_path is not None):
         yield Violation(

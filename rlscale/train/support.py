@@ -72,10 +72,11 @@ def _world(key: str, layout: ParallelConfig, world: int | None) -> Iterator[Refu
         what, sizes, product = "TP x PP", f"{tp} x {pp}", tp * pp
         if sp > 1:
             what, sizes, product = f"{what} x Ulysses", f"{sizes} x {sp}", product * sp
+        set_by = [name for name, size in ((tp_key, tp), (pp_key, pp), (sp_key, sp)) if size > 1]
         yield Refusal(
             (tp_key, pp_key, sp_key),
-            f"{key}: {what} = {sizes} = {product} does not divide the {world} processes of this run; {what} could be "
-            f"{_near_divisors(world, product)}, or start a multiple of {product} processes",
+            f"{' and '.join(set_by)}: {what} = {sizes} = {product} does not divide the {world} processes of this run; "
+            f"{what} could be {_near_divisors(world, product)}, or start a multiple of {product} processes",
             "does not divide the world",
         )
     ep, ep_key = layout.expert_model_parallel_size, f"{key}.expert_model_parallel_size"
