@@ -137,8 +137,8 @@ def _trainer(c: Config) -> Iterator[Violation]:
     if t.total_training_steps is not None and 0 < t.total_training_steps <= t.critic_warmup:
         yield Violation(
             ("trainer.critic_warmup", "trainer.total_training_steps"),
-            f"trainer.critic_warmup is "
-            f"{t.critic_warmup}, so the actor would never be trained in trainer.total_training_steps {t.total_training_steps}",
+            f"trainer.critic_warmup is {t.critic_warmup}, so the actor would never be trained in "
+            f"trainer.total_training_steps {t.total_training_steps}",
         )
     if (t.resume_mode == "path") != (t.resume_from_path is not None):
         yield Violation(
