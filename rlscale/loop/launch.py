@@ -93,11 +93,9 @@ def describe(cfg: Config, spec: ModelSpec, world: int) -> str:
     tp = cfg.rollout.tensor_model_parallel_size
     lines.append(f"rollout    {world // tp} vLLM engine(s) of {tp} device(s)")
     for rank in range(world):
-        at = ParallelDims.of(cfg.actor.parallel, world).coords(rank)
-        place = f"actor dp {at.dp} pp {at.pp} tp {at.tp}"
+        place = f"actor {_place(cfg.actor.parallel, world, rank)}"
         if uses_critic(cfg):
-            at = ParallelDims.of(cfg.critic.parallel, world).coords(rank)
-            place += f" | critic dp {at.dp} pp {at.pp} tp {at.tp}"
+            place += f" | critic {_place(cfg.critic.parallel, world, rank)}"
         lines.append(
             f"  rank {rank:<4} {place} | engine {rank // tp} worker {rank % tp}"
             + (" (leader)" if rank % tp == 0 else "")
@@ -113,7 +111,18 @@ def parameters(spec: ModelSpec) -> int:
     return sum(volume(whole(shape)) for shape in hf_shapes(spec).values())
 
 
+def _place(parallel: ParallelConfig, world: int, rank: int) -> str:
+    dims = ParallelDims.of(parallel, world)
+    at = dims.coords(rank)
+    return f"dp {at.dp} pp {at.pp} " + (f"sp {at.sp} " if dims.sp > 1 else "") + f"tp {at.tp}"
+
+
 def _dims(parallel: ParallelConfig, world: int) -> str:
     dims = ParallelDims.of(parallel, world)
-    sp = " + sequence parallel" if parallel.sequence_parallel else ""
-    return f"data {dims.dp} x pipeline {dims.pp} x tensor {dims.tp}{sp}, ZeRO-{parallel.zero_stage}"
+    parts = [f"data {dims.dp}", f"pipeline {dims.pp}", f"tensor {dims.tp}"]
+    if dims.sp > 1:
+        parts.insert(2, f"Ulysses {dims.sp}")
+    sequence = " + sequence parallel" if parallel.sequence_parallel else ""
+    experts = parallel.expert_model_parallel_size
+    whole = f", whole experts over {experts} ranks" if experts > 1 else ""
+    return f"{' x '.join(parts)}{sequence}{whole}, ZeRO-{parallel.zero_stage}"
