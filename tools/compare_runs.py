@@ -50,9 +50,9 @@ def differences(a: list[dict[str, Any]], b: list[dict[str, Any]], rtol: float = 
 
 
 def _equal(x: Any, y: Any, rtol: float) -> bool:
-    if isinstance(x, str) or isinstance(y, str) or x is None or y is None:
+    if not (isinstance(x, int | float) and isinstance(y, int | float)):
         return bool(x == y)
-    return bool(x == y) or math.isclose(x, y, rel_tol=rtol)
+    return x == y or (math.isnan(x) and math.isnan(y)) or math.isclose(x, y, rel_tol=rtol)
 
 
 def main(argv: list[str]) -> int:
@@ -61,6 +61,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("b", metavar="B", help="run folder")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative difference that is let pass (default 0)")
     args = parser.parse_args(argv)
+    if not args.rtol >= 0:
+        parser.error(f"--rtol {args.rtol:g} is not a relative difference")
     try:
         a, b = (read_records(folder) for folder in (args.a, args.b))
     except (ValueError, OSError) as error:

@@ -26,8 +26,9 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
 
     from rlscale.checkpoint import Shards
     from rlscale.checkpoint.store import read_record
-    from rlscale.model.arch import resolve_folder
+    from rlscale.model.arch import ModelSpec, folder_problem, resolve_folder
     from rlscale.reshard.layout import Layout, Piece
+    from rlscale.reshard.megatron import hf_shapes
     from rlscale.reshard.safetensors_io import export_hf
 
     record = read_record(checkpoint)
@@ -41,12 +42,20 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
     # one process holds everything: the files are mapped, and read as the export comes to them
     held = [Piece(p.name, 0, p.index, f"{p.rank}/{p.key}", p.at) for p in saved.pieces]
     sources = {f"{p.rank}/{p.key}": shards.tensors(p.rank)[p.key] for p in saved.pieces}
+    if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
+        raise ValueError(f"{out} is the checkpoint, or a folder around it")
     origin = model or (config["critic"]["path"] if role == "critic" else None) or config["model"]["path"]
+    if (problem := folder_problem(origin)) is not None:
+        raise ValueError(f"{problem} (--model)")
+    folder = resolve_folder(origin)
+    spec = ModelSpec.from_hf(str(folder))
+    if hf_shapes(spec.as_critic() if role == "critic" else spec) != saved.shapes:
+        raise ValueError(f"{origin} is another model than that of the checkpoint (--model)")
     export_hf(
         out,
         Layout(saved.shapes, held),
         sources,
-        reference_folder=resolve_folder(origin),
+        reference_folder=folder,
         dtype=getattr(torch, dtype or config["model"]["dtype"]),
     )
     print(f"{role} of step {record.step} written to {out}")

@@ -74,9 +74,16 @@ def read_spec(path: str) -> ModelSpec:
             raise ValueError("not an object")
     except ValueError as error:
         raise ValueError(f"{file}: not a JSON configuration ({error})") from None
-    name = (config.get("architectures") or ["none"])[0]
+    names = config.get("architectures") or ["none"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ValueError(f"{file}: architectures {names!r} is not a list of names")
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    for key in (*sizes, "head_dim", "vocab_size"):
+        size = config.get(key)
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"{file}: {key} {size!r} is not a positive number")
     try:
-        if "head_dim" in config or name in DERIVED_HEAD_DIM:
+        if "head_dim" in config or names[0] in DERIVED_HEAD_DIM:
             return checked(file, ModelSpec.from_config(SimpleNamespace(**config), rope=False))
     except AttributeError:  # leaves something to the defaults of its architecture, which transformers knows
         pass
@@ -84,7 +91,11 @@ def read_spec(path: str) -> ModelSpec:
 
     if "model_type" not in config:
         raise ValueError(f"{file}: has no model_type")
-    return checked(file, ModelSpec.from_config(AutoConfig.for_model(**config), rope=False))
+    try:
+        completed = AutoConfig.for_model(**config)
+    except Exception as error:  # its validation has exceptions of its own
+        raise ValueError(f"{file}: transformers refuses it: {' '.join(str(error).split())}") from None
+    return checked(file, ModelSpec.from_config(completed, rope=False))
 
 
 def checked(file: Path, spec: ModelSpec) -> ModelSpec:
@@ -93,6 +104,8 @@ def checked(file: Path, spec: ModelSpec) -> ModelSpec:
         size = getattr(spec, key)
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{file}: {key} {size!r} is not a positive number")
+    if spec.heads % spec.kv_heads:
+        raise ValueError(f"{file}: {spec.kv_heads} key-value heads do not divide {spec.heads} attention heads")
     return spec
 
 

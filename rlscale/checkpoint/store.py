@@ -219,7 +219,7 @@ def read_record(path: Path) -> Record:
     if digest != _digest(content):
         raise Damaged(f"{path / MANIFEST}: its content has changed since it was written (checksum)")
     if known != FORMAT:
-        raise Damaged(f"{path / MANIFEST}: format {known} is of another version of rlscale, which reads {FORMAT}")
+        raise ValueError(f"{path / MANIFEST}: format {known} is of another version of rlscale; this one reads {FORMAT}")
     files = {name: Entry(**entry) for name, entry in content["files"].items()}
     for name, entry in files.items():
         try:

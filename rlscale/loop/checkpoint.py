@@ -202,7 +202,7 @@ def _changes(keys: list[str], before: Mapping[str, Any], after: Mapping[str, Any
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not key.endswith("_args"):  # those are the user's own, and one value
             out |= _flat(value, f"{prefix}{key}.")
         else:
             out[f"{prefix}{key}"] = value
@@ -240,6 +240,7 @@ class Checkpoints:
         content = Content(
             model_states(run.trained), run_state(run, step), {"random": random_states()}, {"metrics": numbers}
         )
+        self.wait()  # a save before this one that failed is no reason to leave this one out
         if self._attempt(lambda: self.saver.save(step, content)):
             how = "copied; it is written beside the next steps" if self.saver.asynchronous else "written"
             self.progress.message(f"checkpoint of step {step} {how} ({time.monotonic() - started:.1f} s)")
@@ -248,7 +249,8 @@ class Checkpoints:
     def save_stopped(self, run: Run) -> None:
         """Save what a run that was asked to stop has reached, unless that is saved, or ``trainer.save_freq`` is -1."""
         self.wait()
-        if run.cfg.trainer.save_freq >= 0 and run.step > max(self.saver.store.steps(), default=0):
+        saved = _on_first(run.device, self.saver.store.steps)
+        if run.cfg.trainer.save_freq >= 0 and run.step > max(saved, default=0):
             self.save(run, run.step, {})
             self.wait()
 

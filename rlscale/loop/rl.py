@@ -54,6 +54,7 @@ def _steps(run: Run) -> None:
         last = step == run.total_steps
         if run.val and trainer.test_freq >= 0 and (last or _due(step, trainer.test_freq)):
             try:
+                run.watch.agree()  # before engines that a launcher may have ended are used
                 metrics.update(validate(run, step))
             except Stopped as asked:  # the step itself is whole
                 stop = asked

@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_S = 1.5  # the same signal within this time is the same request
 POLL_S = 0.5
 _instances = itertools.count()  # alike on all ranks, as construction is collective
-FIRST_WORD_S = 3.0  # for a failed rank to print its message before the others end
+FIRST_WORD_S = 8.0  # for a failed rank to print its message (up to 5 s later) before the others end
 STALLED = re.compile(r"[Tt]imed? ?out|wait timeout")
 
 
@@ -110,6 +110,7 @@ class Watch:
         deadline = time.monotonic() + 5
         while self.reason is None and time.monotonic() < deadline:  # the request is on its way through the store
             self._look()
+            time.sleep(0.05)
         raise Stopped(self.reason or "another rank was asked to stop")
 
     def phase(self, name: str) -> None:

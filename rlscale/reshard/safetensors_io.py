@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from rlscale.reshard.layout import Box, Layout, Piece, volume, whole
 from rlscale.reshard.megatron import VALUE_HEAD
 from rlscale.reshard.plan import DEFAULT_BUCKET_BYTES, plan
-from rlscale.reshard.transport import Bucket, execute, region
+from rlscale.reshard.transport import Bucket, default_device, execute, region
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -100,7 +101,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         try:
             weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
             files = {str(name): folder / str(file) for name, file in weight_map.items()}
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{folder / INDEX}: not an index of safetensors files ({error!r})") from None
         for path in sorted(set(files.values())):
             if not path.is_file():
@@ -132,6 +133,9 @@ class _File:
             self.tensors = {
                 name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in header.items()
             }
+            for name, (_, shape, start, stop) in self.tensors.items():
+                if not all(isinstance(n, int) for n in (*shape, start, stop)) or not 0 <= start <= stop:
+                    raise ValueError(f"the header puts {name} {list(shape)} at [{start}, {stop}]")
             end = self.data + max((stop for *_, stop in self.tensors.values()), default=0)
             if end > size:
                 raise ValueError(f"the header names {end} bytes, the file has {size}")
@@ -246,7 +250,7 @@ def export_hf(
     output = _Folder(folder, layout.shapes, dtype, shard_bytes) if rank == writer else None
     try:
         _together(folder, writer, group, lambda: output.prepare(Path(reference_folder)) if output else None)
-        device = next(iter(sources.values())).device
+        device = next((tensor.device for tensor in sources.values()), default_device(group))
         buffer = torch.empty(copies.buffer_bytes(rank), dtype=torch.uint8, device=device)
         failure: Exception | None = None
         for bucket in execute(copies, sources, [buffer], group=group):
@@ -279,6 +283,17 @@ def _together(folder: Path, writer: int, group: dist.ProcessGroup | None, action
         raise failure[0](f"export to {folder} failed: {failure[1]}") from cause
 
 
+def _stranger(folder: Path) -> str | None:
+    """What in an existing folder is not part of an export, so that nothing else is ever replaced by one."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        return "not a folder"
+    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if names and "config.json" not in names:
+        return "it has no config.json"
+    known = ("config.json", INDEX, "*.safetensors", *COMPANIONS)
+    return next((name for name in names if not any(fnmatch(name, pattern) for pattern in known)), None)
+
+
 class _Folder:
     """The folder under construction, on the writing rank."""
 
@@ -294,6 +309,8 @@ class _Folder:
         """Create the folder with everything but the weights."""
         if not (reference / "config.json").is_file():
             raise ValueError(f"reference folder has no config.json: {reference}")
+        if (stranger := _stranger(self.final)) is not None:
+            raise ValueError(f"{self.final} is there and is no exported model ({stranger}); it is left as it is")
         if self.old.exists() and not self.final.exists():  # killed between the two renames of `publish`
             self.old.rename(self.final)
         for stale in (self.partial, self.old):

@@ -48,6 +48,13 @@ class Bucket:
             yield piece, self.buffer[offset : offset + nbytes].view(dtype).view(piece.shape)
 
 
+def default_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a rank that holds nothing keeps its buffers: where the group can send from."""
+    if dist.is_initialized() and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def region(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The view of a local buffer that holds a piece, in the shape of the slice."""
     extra = len(piece.at) - len(piece.index)
@@ -207,7 +214,7 @@ class Transfer:
         if dist.is_initialized():
             digest = self.plan.digest
             local = [*sources.values(), *self.buffers]
-            device = local[0].device if local else torch.device("cpu")
+            device = local[0].device if local else default_device(group)
             flags = torch.tensor([digest, -digest, int(problem is not None)], dtype=torch.int64, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             high, low, failed = flags.tolist()

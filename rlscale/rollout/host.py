@@ -114,8 +114,8 @@ class EngineHost:
             self._check_alive()
             return self.loop.run_until_complete(asyncio.wait_for(self._unless_dead(work), timeout))
         except TimeoutError as error:
-            work.close()
             self.stalled = True
+            work.close()
             raise RuntimeError(f"{rank}: {what} took more than {timeout:g} s") from error
         except Exception as error:
             work.close()

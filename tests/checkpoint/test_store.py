@@ -77,7 +77,7 @@ def test_missing_and_truncated_files_are_found_without_reading_them(tmp_path: Pa
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make(Store(tmp_path), 1)
     monkeypatch.setattr(module, "FORMAT", 2)
-    with pytest.raises(Damaged, match="format 1 is of another version"):
+    with pytest.raises(ValueError, match="format 1 is of another version"):
         read_record(path)
 
 

@@ -454,3 +454,25 @@ def missing_reference(folder: Path) -> str:
 def test_a_missing_reference_stops_every_rank(tmp_path: Path) -> None:
     assert len(set(worlds.run(4, missing_reference, tmp_path))) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["run", "checkpoint", "document", "file"])
+def test_an_export_replaces_nothing_but_an_export(what: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    if what == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+        {"run": out / "config.yaml", "checkpoint": out / "manifest.json", "document": out / "thesis.txt"}[
+            what
+        ].write_text("mine")
+        if what == "document":
+            (out / "config.json").write_text("{}")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    folder = Path(tiny.tiny_model("llama", layers=1))
+    spec = ModelSpec.from_hf(str(folder))
+    layout = hf_layout(spec)
+    sources = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
+    with pytest.raises(ValueError, match="is no exported model"):
+        export_hf(out, layout, sources, reference_folder=folder, dtype=torch.float32)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before

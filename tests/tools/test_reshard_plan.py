@@ -114,6 +114,12 @@ def test_what_a_configuration_leaves_out_comes_from_its_architecture(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [
+        ({"hidden_size": -8}, {}, "hidden_size -8 is not a positive number"),
+        ({"num_attention_heads": "64"}, {}, "num_attention_heads '64' is not a positive number"),
+        ({"num_hidden_layers": 2.5}, {}, "num_hidden_layers 2.5 is not a positive number"),
+        ({"num_key_value_heads": 0}, {}, "num_key_value_heads 0 is not a positive number"),
+        ({"num_key_value_heads": 3}, {}, "3 key-value heads do not divide"),
+        ({"architectures": [3]}, {}, "architectures [3] is not a list of names"),
         ({}, {"--source": "tp=2,cp=2"}, "--source: 'cp=2' is not one of tp=N, sp=N, dp=N, pp=N"),
         ({}, {"--source": "tp=4,ep=2"}, "--source: ep=2 must be 1 or tp=4"),
         ({}, {"--source": "tp=2,tp=4"}, "--source: tp is given twice"),
@@ -129,8 +135,8 @@ def test_what_a_configuration_leaves_out_comes_from_its_architecture(tmp_path: P
         ({}, {"--ranks-per-node": "0"}, "--ranks-per-node: 0 is not a positive number"),
         ({"hidden_size": 2**20}, {"--bucket-mb": "1"}, "bucket_bytes 1048576 is smaller than one row"),
         ({"architectures": ["GPT2LMHeadModel"]}, {}, "architecture GPT2LMHeadModel is not supported"),
-        ({"hidden_size": "12"}, {}, "config.json: hidden '12' is not a positive number"),
-        ({"vocab_size": 0}, {}, "config.json: vocab 0 is not a positive number"),
+        ({"hidden_size": "12"}, {}, "config.json: hidden_size '12' is not a positive number"),
+        ({"vocab_size": 0}, {}, "config.json: vocab_size 0 is not a positive number"),
         ({}, {"--model": "/nowhere/model"}, "model folder does not exist: /nowhere/model"),
         ({}, {"--model": "/nowhere/config.json"}, "no such file: /nowhere/config.json"),
     ],
