@@ -169,7 +169,7 @@ class Transfer:
         self.made_for, self.rounds, self.kept = None, [], []
         self._agree(self._violation(sources, destinations), sources)
         device = next((t.device for t in [*sources.values(), *(destinations or {}).values(), *self.buffers]), None)
-        self._make(sources, destinations, device or torch.device("cpu"))
+        self._make(sources, destinations, device or default_device(self.group))
         self.made_for = made_for
 
     def _make(self, sources: Tensors, destinations: Tensors | None, device: torch.device) -> None:
@@ -214,7 +214,7 @@ class Transfer:
         if dist.is_initialized():
             digest = self.plan.digest
             local = [*sources.values(), *self.buffers]
-            device = local[0].device if local else default_device(group)
+            device = local[0].device if local else default_device(self.group)
             flags = torch.tensor([digest, -digest, int(problem is not None)], dtype=torch.int64, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             high, low, failed = flags.tolist()
