@@ -34,6 +34,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    if args.world_size is not None and args.world_size < 1:
+        return fail(f"--world-size {args.world_size} is not a number of ranks", 0, USAGE_ERROR)
     rank = int(os.environ.get("RANK", "0"))
     world = args.world_size if args.dry_run and args.world_size else int(os.environ.get("WORLD_SIZE", "1"))
     from rlscale.config import ConfigError

@@ -74,9 +74,10 @@ def find_violations(
     world_size: int | None = None,
     *,
     spec: ModelSizes | None = None,
+    critic_spec: ModelSizes | None = None,
     registries: Mapping[str, Collection[str]] | None = None,
 ) -> list[Violation]:
-    """As `check`, with the keys of each violation."""
+    """As `check`, with the keys of each violation. ``critic_spec``: shapes of ``critic.path``, where that is set."""
     found = [
         *_trainer(config),
         *_models(config),
@@ -90,7 +91,7 @@ def find_violations(
     ]
     if uses_critic(config):
         found += _batches("critic", config.critic, config)
-        critic_spec = spec if config.critic.path is None else None
+        critic_spec = spec if config.critic.path is None else critic_spec
         found += _layout("critic", config.critic.parallel, world_size, critic_spec, own_head=True)
     return found
 

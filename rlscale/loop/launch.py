@@ -38,7 +38,8 @@ def configure(path: str, overrides: list[str], world: int) -> tuple[Config, Mode
     except (ValueError, OSError) as error:
         found = [f"model.path: {error}"]
     else:
-        found = [v.message for v in find_violations(cfg, world, spec=spec)]
+        critic, found = _critic_spec(cfg)
+        found += [v.message for v in find_violations(cfg, world, spec=spec, critic_spec=critic)]
         window = spec.sliding_window
         longest = cfg.data.max_prompt_length + cfg.data.max_response_length
         if window is not None and window < longest:
@@ -51,6 +52,16 @@ def configure(path: str, overrides: list[str], world: int) -> tuple[Config, Mode
     if found:
         raise ConfigError(found)
     return cfg, spec
+
+
+def _critic_spec(cfg: Config) -> tuple[ModelSpec | None, list[str]]:
+    """Shapes of a critic that starts from a folder of its own, and what is wrong with that folder."""
+    if not uses_critic(cfg) or cfg.critic.path is None:
+        return None, []
+    try:
+        return ModelSpec.from_hf(cfg.critic.path).as_critic(), []
+    except (ValueError, OSError) as error:
+        return None, [f"critic.path: {error}"]
 
 
 def _cache_too_small(cfg: Config, spec: ModelSpec) -> list[str]:

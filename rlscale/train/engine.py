@@ -177,7 +177,8 @@ class Engine:
             model=self.stage, model_parameters=list(self.stage.parameters()), mpu=self.mesh.mpu(), config=config
         )
         # DeepSpeed re-arms its post-backward work only in engine.forward. In the cool-down of 1F1B two backwards run
-        # with no forward between them, and without this the gradient of the last micro-batch would silently be dropped.
+        # with no forward between them, and without this what they accumulate is dropped. In this version of DeepSpeed
+        # ZeRO-2 and bf16 then find no gradient at all and raise; fp32 ZeRO-1 reads the parameters' own and is right.
         self.stage.on_backward = engine.optimizer.clear_backward_seen_flag
         if self.parallel.zero_stage == 3 and hasattr(self.stage, "head"):
             deepspeed.zero.register_external_parameter(self.stage.head, *self.stage.head.shared)

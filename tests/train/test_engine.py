@@ -238,7 +238,7 @@ FAULTS = {
 def test_comparison_sees_a_mend_taken_out(fault: str, case: Case, seen_in: str) -> None:
     """Each of these gives the right log-probs before training and a wrong gradient (re-arming: none to step with)."""
     if not seen_in:
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="NoneType"):
             differences(case, fault)
         return
     found = differences(case, fault)
