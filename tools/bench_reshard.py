@@ -42,7 +42,7 @@ import torch.distributed as dist
 from rlscale.cluster.device import init_distributed
 from rlscale.cluster.mesh import Mesh, ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import Layout, Piece, Plan, Transfer, load_pieces, megatron_layout, plan
+from rlscale.reshard import Layout, Piece, Plan, Transfer, load_pieces, megatron_layout, plan, vllm_layout
 from rlscale.reshard.layout import intersect
 from rlscale.reshard.transport import region
 
@@ -54,39 +54,6 @@ SHAPE = ModelSpec(
     architecture="Qwen3ForCausalLM", num_layers=16, hidden=1024, ffn=3072, heads=16, kv_heads=8, head_dim=128,
     vocab=16384, norm_eps=1e-6, inv_freq=(), qk_norm=True, tied=True,
 )  # fmt: skip
-
-
-def engine_layout(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], tp: int, world: int) -> Layout:
-    """Fused parameters of vLLM engines of ``tp`` ranks: [q; k; v] with repeated kv heads, [gate; up]."""
-    pieces = []
-    q, kv = spec.heads // tp * spec.head_dim, max(1, spec.kv_heads // tp) * spec.head_dim
-    for rank in range(world):
-        r = rank % tp
-        kv_start = r // max(1, tp // spec.kv_heads) * kv
-        for name, shape in shapes.items():
-            leaf = name.split(".")[-2]
-            dim, start, size, at, key = 0, 0, shape[0], 0, name
-            if leaf == "q_proj":
-                start, size = r * q, q
-            elif leaf in ("k_proj", "v_proj"):
-                start, size, at = kv_start, kv, q if leaf == "k_proj" else q + kv
-            elif leaf in ("gate_proj", "up_proj"):
-                size = spec.ffn // tp
-                start, at = r * size, 0 if leaf == "gate_proj" else size
-            elif leaf in ("o_proj", "down_proj"):
-                dim, size = 1, shape[1] // tp
-                start = r * size
-            elif leaf in ("embed_tokens", "lm_head"):
-                size = -(-shape[0] // tp)
-                start = r * size
-            if leaf in ("q_proj", "k_proj", "v_proj"):
-                key = name.replace(leaf, "qkv_proj")
-            elif leaf in ("gate_proj", "up_proj"):
-                key = name.replace(leaf, "gate_up_proj")
-            index, place = [(0, n) for n in shape], [(0, n) for n in shape]
-            index[dim], place[dim] = (start, min(start + size, shape[dim])), (at, at + min(size, shape[dim] - start))
-            pieces.append(Piece(name, rank, tuple(index), key, tuple(place)))
-    return Layout(shapes, pieces)
 
 
 def buffers_of(pieces: list[Piece], dtype: torch.dtype, new: Callable[..., torch.Tensor] = torch.zeros) -> Tensors:
@@ -333,7 +300,8 @@ def main() -> None:
         raise SystemExit(f"--source needs {dims.world} ranks, started with {device.world}")
     mesh, dtype = Mesh.get(dims), getattr(torch, args.dtype)
     source = megatron_layout(spec, dims)
-    wanted = engine_layout(spec, source.shapes, args.destination["tp"], device.world)
+    tp = args.destination["tp"]
+    wanted = vllm_layout(spec, tp, replicas=device.world // tp)
     held = buffers_of(source.of_rank(device.rank), dtype)
     fill(source, device.rank, held)
     expected = buffers_of(wanted.of_rank(device.rank), dtype)

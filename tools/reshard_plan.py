@@ -104,8 +104,6 @@ def checked(file: Path, spec: ModelSpec) -> ModelSpec:
         size = getattr(spec, key)
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{file}: {key} {size!r} is not a positive number")
-    if spec.heads % spec.kv_heads:
-        raise ValueError(f"{file}: {spec.kv_heads} key-value heads do not divide {spec.heads} attention heads")
     return spec
 
 

@@ -104,6 +104,9 @@ class ModelSpec:
         arch = ARCHITECTURES[name]
         _refuse_options(hf, given)
         scalar = name != given
+        heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads or hf.num_attention_heads
+        if heads % kv_heads:
+            raise ValueError(f"{given}: {kv_heads} key-value heads do not divide {heads} attention heads")
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         inv_freq, scale = _rope(hf, head_dim) if rope else ((), 1.0)
         window = getattr(hf, "sliding_window", None) if getattr(hf, "use_sliding_window", True) else None
@@ -112,8 +115,8 @@ class ModelSpec:
             num_layers=hf.num_hidden_layers,
             hidden=hf.hidden_size,
             ffn=hf.intermediate_size,
-            heads=hf.num_attention_heads,
-            kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
             vocab=hf.vocab_size,
             norm_eps=hf.rms_norm_eps,
