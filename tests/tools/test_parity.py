@@ -52,7 +52,6 @@ REFUSED = {
     "zero 2, pp, tied": (Case(pp=2, zero=2, tied=True), ["zero_stage is 2", "tied"]),
     "zero 3, pp": (Case(pp=2, zero=3), ["zero_stage is 3", "pipeline_model_parallel_size 2"]),
     "sp without tp": (Case(dp=2, sp=True), ["sequence_parallel", "tensor_model_parallel_size > 1"]),
-    "kv heads": (Case(tp=2, kv=3), ["tensor_model_parallel_size: 2", "3 key-value heads"]),
     "experts": (Case(tp=2, ep=2), ["expert_model_parallel_size: 2", "no experts"]),
     "ep": (Case(tp=4, ep=2, arch="mixtral"), ["expert_model_parallel_size is 2", "tensor_model_parallel_size 4"]),
     "whole experts": (Case(tp=8, ep=8, kv=8, arch="mixtral"), ["tensor_model_parallel_size: 8", "4 experts"]),
@@ -70,6 +69,15 @@ def test_refusals_say_why_in_one_line(name: str) -> None:
     message = case.refused()
     assert message is not None and "\n" not in message
     assert message.startswith(f"{case.role}.parallel") and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(("options", "words"), [("--kv 3", ["--kv", "8 heads"]), ("--budget 4", ["--budget", "at least"])])
+def test_a_model_that_cannot_be_is_refused_with_its_option(
+    options: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parity.main(options.split()) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("refused: ") and all(word in line for word in words)
 
 
 def test_the_world_must_be_divisible() -> None:
