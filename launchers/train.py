@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     follow_launcher()
     try:
         prepare_process(detect(cfg.trainer.device))
-        device = init_distributed(cfg.trainer.device, cfg.trainer.collective_timeout_s)
+        device = init_distributed(cfg.trainer.device, cfg.trainer.collective_timeout_s, cfg.trainer.deterministic)
         from rlscale.loop.rl import train
 
         stopped = train(cfg, device)

@@ -175,14 +175,28 @@ class Store:
     # ---- tidying
 
     def clean(self) -> list[str]:
-        """Remove what killed runs left: unfinished checkpoints and half-done deletions. Returns their names."""
-        stale = [
-            path for path in (self.root.iterdir() if self.root.is_dir() else ())
-            if re.fullmatch(rf"step_\d+({re.escape(PARTIAL)}|{re.escape(DELETED)})", path.name)
-        ]  # fmt: skip
-        for path in stale:
+        """Tidy up after killed runs: a checkpoint that lacked only its name gets it, unfinished ones and half-done
+        deletions are removed. Returns the names of the removed.
+        """
+        removed = []
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            match = re.fullmatch(rf"step_(\d+)({re.escape(PARTIAL)}|{re.escape(DELETED)})", path.name)
+            if match is None or (match[2] == PARTIAL and self._name(path, self.path(int(match[1])))):
+                continue
             shutil.rmtree(path)
-        return sorted(path.name for path in stale)
+            removed.append(path.name)
+        return removed
+
+    def _name(self, partial: Path, final: Path) -> bool:
+        """Make a checkpoint current whose marker had been written when its run was killed; says whether."""
+        if final.exists():
+            return False
+        try:
+            read_record(partial)
+        except ValueError:
+            return False
+        partial.rename(final)
+        return True
 
     def set_aside(self, step: int, ending: str = DAMAGED) -> Path:
         """Take a checkpoint out of the way, so that it neither counts nor is looked at again."""

@@ -92,14 +92,36 @@ def detect(wanted: str) -> str:
     return "cpu"
 
 
-def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0) -> Device:
+def be_deterministic() -> None:
+    """Let torch, cuBLAS and NCCL add in the same order each time; call before CUDA is used.
+
+    An operation that has no such kernel raises a RuntimeError that names it. vLLM's processes inherit the variables.
+    Source: torch, "Reproducibility"; NVIDIA, "cuBLAS: results reproducibility" (workspaces of fixed size) and NCCL's
+    environment variables (NVLink SHARP adds in the switch, in the order of arrival).
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, deterministic: bool = False) -> Device:
     """Join the world that the launcher describes in RANK, WORLD_SIZE, LOCAL_RANK; alone without them.
+
+    Args:
+        wanted: auto, cpu or cuda.
+        timeout_s: of collectives.
+        deterministic: see `be_deterministic`.
 
     Raises:
         ValueError: trainer.device asks for CUDA and there is none, or the master's port is in use.
     """
     kind = detect(wanted)
     prepare_process(kind)
+    if deterministic:
+        be_deterministic()
     import torch
     import torch.distributed as dist
 

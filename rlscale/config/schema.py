@@ -35,6 +35,11 @@ class TrainerConfig:
         "runs/default", "folder of the run: config, metrics, events, rollouts, plots, checkpoints, export"
     )
     seed: int = opt(1, "seed of initialisation, shuffling and sampling", min=0)
+    deterministic: bool = opt(
+        False,
+        "two runs of one configuration in one layout give the same metrics bit for bit: kernels that may give another "
+        "sum each time are refused, and every engine gets a fixed share of the prompts, all at once",
+    )
     device: str = opt("auto", "accelerator: auto takes cuda if there is one", choices=("auto", "cpu", "cuda"))
     total_training_steps: int | None = opt(
         None, "steps (rollout batches) of the run; null: total_epochs decides", min=1

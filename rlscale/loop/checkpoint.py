@@ -288,6 +288,7 @@ def run_state(run: Run, step: int) -> dict[str, Any]:
     config = to_dict(run.cfg)
     return {
         "step": step,
+        "unfinished": run.unfinished and {name: float(value) for name, value in run.unfinished.items()},
         "world": run.device.world,
         "data": run.train.state_dict(),
         "kl_controller": run.kl_controller.state_dict(),
@@ -357,6 +358,7 @@ def restore(run: Run, resume: Resume) -> None:
         engine.rest(parameters=False)
     run.kl_controller.load_state_dict(state["kl_controller"])
     run.tokens_seen, run.step = state["tokens_seen"], resume.step
+    run.unfinished = state.get("unfinished")
     own = own_file(run.device.rank)
     if own in resume.record.files:
         set_random_states(resume.record.json(own)["random"])

@@ -49,31 +49,38 @@ def _steps(run: Run) -> None:
     trainer = run.cfg.trainer
     if trainer.val_before_train and run.step == 0:
         validate(run, 0)
+    if run.unfinished is not None:
+        _finish(run, run.step, run.unfinished)
     for step in range(run.step + 1, run.total_steps + 1):
-        metrics, stop = train_step(run, step), None
-        last = step == run.total_steps
-        if run.val and trainer.test_freq >= 0 and (last or _due(step, trainer.test_freq)):
-            try:
-                run.watch.agree()  # before engines that a launcher may have ended are used
-                metrics.update(validate(run, step))
-            except Stopped as asked:  # the step itself is whole
-                stop = asked
-        run.writer.log(step, metrics)
-        run.progress.step(step, metrics)
-        run.step = step
-        saves = trainer.save_freq >= 0 and (last or _due(step, trainer.save_freq))
-        if (last and trainer.export != "never") or (saves and trainer.export == "save"):
-            run.watch.phase(f"export of step {step}")
-            report.export_policy(run, step)
-        if saves:
-            run.watch.phase(f"save of step {step}")
-            run.checkpoints.save(run, step, metrics)
-        if stop is not None:
-            raise stop
-        if not last:
-            run.watch.agree()
+        _finish(run, step, train_step(run, step))
     run.checkpoints.wait()
     report.finish(run)
+
+
+def _finish(run: Run, step: int, metrics: dict[str, float]) -> None:
+    """What comes after the updates of a step: validation, its record, export and checkpoint where they are due.
+
+    Raises:
+        Stopped: the run was asked to stop. In the validation: what has been measured so far is in ``run.unfinished``,
+            so that whoever resumes validates and records the step as if nothing had happened.
+    """
+    trainer, last = run.cfg.trainer, step == run.total_steps
+    run.step, run.unfinished = step, metrics
+    if run.val and trainer.test_freq >= 0 and (last or _due(step, trainer.test_freq)):
+        run.watch.agree()  # before engines that a launcher may have ended are used
+        metrics = metrics | validate(run, step)
+    run.unfinished = None
+    run.writer.log(step, metrics)
+    run.progress.step(step, metrics)
+    saves = trainer.save_freq >= 0 and (last or _due(step, trainer.save_freq))
+    if (last and trainer.export != "never") or (saves and trainer.export == "save"):
+        run.watch.phase(f"export of step {step}")
+        report.export_policy(run, step)
+    if saves:
+        run.watch.phase(f"save of step {step}")
+        run.checkpoints.save(run, step, metrics)
+    if not last:
+        run.watch.agree()
 
 
 def _due(step: int, freq: int) -> bool:

@@ -48,6 +48,7 @@ class Run:
     checkpoints: Checkpoints
     watch: Watch
     step: int = 0  # steps done
+    unfinished: dict[str, float] | None = None  # metrics of the last of them while it is not yet validated and recorded
     started: float = field(default_factory=time.time)
     tokens_seen: int = 0
 

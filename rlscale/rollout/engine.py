@@ -27,7 +27,7 @@ from rlscale.config.schema import Config
 from rlscale.reshard import verify
 from rlscale.reshard.layout import Layout
 from rlscale.rollout.host import EngineHost
-from rlscale.rollout.sampling import Claims, Counter, LocalCounter, Sampling, sample_seed
+from rlscale.rollout.sampling import Claims, Counter, FixedShare, LocalCounter, Sampling, sample_seed
 from rlscale.rollout.weights import Buckets, Destination, gather
 
 if TYPE_CHECKING:
@@ -152,9 +152,9 @@ class Rollout:
         missing: Missing = [(index, list(range(sampling.n))) for index in range(len(prompts))]
         while missing:
             self.calls += 1
-            claims = Claims(self.counter, f"claims{self.calls}", len(missing))
+            claims = self._claims(len(missing))
 
-            def work(missing: Missing = missing, claims: Claims = claims) -> None:
+            def work(missing: Missing = missing, claims: Claims | FixedShare = claims) -> None:
                 assert self.host is not None
                 serve = self._serve(prompts, missing, sampling, pool, claims, mine)
                 self.host.run(serve, self.cfg.rollout.request_timeout_s, "generation")
@@ -172,6 +172,11 @@ class Rollout:
             missing = self._still_missing(missing, mine)
         return sorted(mine, key=lambda t: (t.prompt_index, t.sample_index))
 
+    def _claims(self, total: int) -> Claims | FixedShare:
+        if self.cfg.trainer.deterministic:
+            return FixedShare(self.device.rank // self.tp, self.replicas, total)
+        return Claims(self.counter, f"claims{self.calls}", total)
+
     def _still_missing(self, missing: Missing, mine: list[Trajectory]) -> Missing:
         """What no rank has finished, the same list on all of them."""
         shares = gather([(t.prompt_index, t.sample_index) for t in mine], self.control)
@@ -186,19 +191,26 @@ class Rollout:
         missing: Missing,
         sampling: Sampling,
         pool: RewardPool | None,
-        claims: Claims,
+        claims: Claims | FixedShare,
         finished: list[Trajectory],
     ) -> None:
         """Claim prompts and sample them until none is left; responses that are complete (and scored) are ``finished``.
 
         A replica holds at most its even share of the prompts at a time, and of these as many samples as the engine
         decodes at once, with one prompt more in the engine's queue so that a free place is taken without a turn through
-        this process.
+        this process. With ``trainer.deterministic`` it gets its share before it begins.
         """
         r, n = self.cfg.rollout, sampling.n
         room = max(n, min(r.max_num_seqs + n, -(-len(missing) // self.replicas) * n))
         running: set[asyncio.Task[Trajectory]] = set()
         scoring: list[asyncio.Task[None]] = []
+
+        def begin(count: int) -> set[asyncio.Task[Trajectory]]:
+            return {
+                asyncio.create_task(self._sample(prompts[index], index, i, sampling))
+                for index, numbers in (missing[claimed] for claimed in claims.take(count))
+                for i in numbers
+            }
 
         async def complete(trajectory: Trajectory) -> None:
             if pool is not None:
@@ -206,12 +218,11 @@ class Rollout:
             finished.append(trajectory)
 
         try:
+            if self.cfg.trainer.deterministic:
+                running = await self._all_at_once(begin, len(missing))
             while not self.interrupted():
                 while len(running) + n <= room and not claims.exhausted:
-                    for claimed in claims.take(max(1, min(r.prefetch_groups, (room - len(running)) // n))):
-                        index, numbers = missing[claimed]
-                        work = (self._sample(prompts[index], index, i, sampling) for i in numbers)
-                        running |= {asyncio.create_task(coroutine) for coroutine in work}
+                    running |= begin(max(1, min(r.prefetch_groups, (room - len(running)) // n)))
                 if not running:
                     break
                 done, running = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -228,6 +239,23 @@ class Rollout:
             for unfinished in [*running, *scoring]:
                 unfinished.cancel()
             await asyncio.gather(*running, *scoring, return_exceptions=True)
+
+    async def _all_at_once(
+        self, begin: Callable[[int], set[asyncio.Task[Trajectory]]], count: int
+    ) -> set[asyncio.Task[Trajectory]]:
+        """Begin with an engine that starts when it has everything, and has nothing cached.
+
+        What it decodes together then follows from the requests alone, and with it the last bits of their log-probs.
+        """
+        assert self.host is not None
+        engine = self.host.engine
+        await engine.pause_generation(mode="keep", clear_cache=True)
+        tasks = begin(count)
+        # a request counts from when it is on its way to the engine, which reads its requests in their order
+        while engine.get_num_unfinished_requests() < len(tasks) and not any(task.done() for task in tasks):
+            await asyncio.sleep(0)
+        await engine.resume_generation()
+        return tasks
 
     async def _sample(self, prompt: Prompt, index: int, number: int, sampling: Sampling) -> Trajectory:
         from vllm import SamplingParams

@@ -2,7 +2,8 @@
 
 A sample's seed follows from the run's seed, the prompt's place in the step and the sample's number, so that it does not
 matter which engine takes it, when, or in what company. (Bit for bit this holds where the model's kernels are
-independent of the batch; in bf16 a near tie between two tokens may still fall differently.)
+independent of the batch; in bf16 a near tie between two tokens may still fall differently. With
+``trainer.deterministic`` each replica has a fixed share instead, which it gets at once.)
 """
 
 from __future__ import annotations
@@ -78,3 +79,25 @@ class Claims:
         stop = self.counter.add(self.key, count)
         self.exhausted = stop >= self.total
         return range(min(stop - count, self.total), min(stop, self.total))
+
+
+class FixedShare:
+    """As `Claims`, where who takes what must not depend on who is quick: every ``replicas``-th position.
+
+    Args:
+        replica: this one, from 0.
+        replicas: how many divide the list.
+        total: positions of the list.
+    """
+
+    def __init__(self, replica: int, replicas: int, total: int):
+        self.rest = range(replica, total, replicas)
+
+    @property
+    def exhausted(self) -> bool:
+        return not self.rest
+
+    def take(self, count: int) -> range:
+        """The next ``count`` positions, fewer at the end."""
+        taken, self.rest = self.rest[:count], self.rest[count:]
+        return taken

@@ -81,7 +81,7 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         read_record(path)
 
 
-@pytest.mark.parametrize("killed_in", ["rename", "flush_folder", "rmtree"])
+@pytest.mark.parametrize("killed_in", ["write_json", "flush_folder", "rename", "rmtree"])
 def test_a_save_that_is_killed_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_in: str
 ) -> None:
@@ -96,7 +96,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(
         raise Killed
 
     with monkeypatch.context() as patch:
-        target = {"rename": Path, "flush_folder": module, "rmtree": module.shutil}[killed_in]
+        target = {"rename": Path, "rmtree": module.shutil}.get(killed_in, module)
         patch.setattr(target, killed_in, kill)
         with pytest.raises(Killed):
             make(store, 3, content="new")
@@ -106,7 +106,37 @@ def test_a_save_that_is_killed_leaves_what_was_there(
     for record in whole:
         record.verify()
     store.clean()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [record.path.name for record in whole]
+    kept = {record.step for record in whole} | ({3} if killed_in != "write_json" else set())
+    assert store.steps() == sorted(kept)  # one that lacked only its name has it now
+    assert sorted(p.name for p in tmp_path.iterdir()) == [store.path(step).name for step in store.steps()]
+    for step in store.steps():
+        store.open(step).verify()
+
+
+def test_a_checkpoint_that_is_replaced_is_there_whenever_the_run_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    make(store, 1, content="old")
+
+    class Killed(BaseException):
+        pass
+
+    rename = Path.rename
+
+    def kill(self: Path, target: Path) -> Path:
+        if self.name.endswith(module.PARTIAL):
+            raise Killed
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", kill)
+        with pytest.raises(Killed):
+            make(store, 1, content="new")
+    assert store.steps() == []
+    store.clean()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+    store.open(1).verify()
 
 
 def test_retention_counts_what_is_on_the_disk(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The program of the README with one fault: FAULT = "<what> <phase> <step> <rank>" happens as that phase begins there.
 
 What: raise (an exception), die (SIGKILL), kill-engine (this rank's, as soon as it samples), or the name of a signal.
+Phase: as the run reports it, or "score" for the first response of the step that is scored. FAULT_NOTE, a file, is
+written just before.
 """
 
 from __future__ import annotations
@@ -44,17 +46,32 @@ def kill_engine_that_samples() -> None:
 
 
 def main() -> None:
-    from rlscale.loop.state import Run
+    from rlscale.loop.stopping import Watch
+    from rlscale.reward.pool import RewardPool
 
     what, phase, step, rank = os.environ["FAULT"].split()
-    begin = Run.phase
+    begin, score = Watch.phase, RewardPool.score
+    now = [""]
 
-    def faulty(self: Any, at: int, name: str) -> None:
-        begin(self, at, name)
-        if (name, at, self.device.rank) == (phase, int(step), int(rank)):
-            strike(what)
+    def reached(self: Any, name: str) -> None:
+        begin(self, name)
+        now[0] = name
+        if name == f"{phase} of step {step}" and self.rank == int(rank):
+            happen()
 
-    Run.phase = faulty  # type: ignore[method-assign]
+    async def scored(*args: Any) -> Any:
+        if now[0] == f"gen of step {step}":
+            happen()
+        return await score(*args)
+
+    def happen() -> None:
+        Watch.phase, RewardPool.score = begin, score  # type: ignore[method-assign]
+        Path(os.environ["FAULT_NOTE"]).touch()
+        strike(what)
+
+    Watch.phase = reached  # type: ignore[method-assign]
+    if phase == "score" and os.environ["RANK"] == rank:
+        RewardPool.score = scored  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":  # vLLM's processes import this file, too

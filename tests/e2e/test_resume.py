@@ -1,7 +1,9 @@
-"""Runs that are killed and started again with the same command end with the numbers of a run that never stopped.
+"""Runs that are interrupted and started again with the same command end with the numbers of an unbroken run.
 
-One kill is part of the suite; RLSCALE_KILLS=20 python -m pytest tests/e2e/test_resume.py makes as many, one after the
-other on one run, at moments drawn from RLSCALE_KILL_SEED.
+A few interruptions are part of the suite. All of them:
+
+    RLSCALE_ALL_CASES=1 python -m pytest tests/e2e/test_resume.py      # signals and failures in every phase
+    RLSCALE_KILLS=20 python -m pytest tests/e2e/test_resume.py -k killed   # at moments drawn from RLSCALE_KILL_SEED
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,31 +22,40 @@ import pytest
 
 from rlscale.checkpoint import Store
 from tests import leftovers
-from tests.e2e.program import GONE_WITHIN, MARK, ROOT, Program, launch, small
+from tests.e2e.program import GONE_WITHIN, MARK, ROOT, Ended, Program, busy, launch, small
 from tests.tiny import tiny_model
 
 KILLS = int(os.environ.get("RLSCALE_KILLS", "1"))
 SEED = int(os.environ.get("RLSCALE_KILL_SEED", "20"))
-STEPS = max(5, KILLS)
+ALL = bool(os.environ.get("RLSCALE_ALL_CASES"))
+STEPS = max(12 if ALL else 5, KILLS)
 MOMENTS = ("rollout", "scoring", "update", "sync", "save", "publish")
+# until the advantages nothing of a step has changed anything, and it is given up
+GIVEN_UP = ("gen", "score", "old_log_prob", "ref", "values")
+PHASES = (*GIVEN_UP, "adv", "update_critic", "update_actor", "sync", "validate", "export", "save")
+GRACE, WITHIN = 25.0, 30.0  # seconds: trainer.stop_grace_s; for all processes to be gone after a failure
 
 
 def settings(**overrides: Any) -> dict[str, Any]:
+    """PPO with a critic and everything that has a state: adaptive KL, schedules, epochs, validation."""
     model = tiny_model("qwen2", tied=False, layers=2)
     return small(
         model,
         **{
             "trainer__total_training_steps": STEPS,
+            "trainer__deterministic": True,
             "trainer__save_freq": 1,
             "trainer__async_save": True,
+            "trainer__export": "save",
             "trainer__resume_mode": "auto",
-            "trainer__test_freq": 2,
+            "trainer__test_freq": 1,
             "trainer__val_before_train": True,
             "data__train": [{"task": "addition", "size": 10, "seed": 1}],  # an epoch ends in the middle of a step
             "data__val": [{"task": "addition", "size": 4, "seed": 2, "params": {"split": "val"}}],
             "actor__ppo_mini_batch_size": 2,
             "actor__ppo_epochs": 2,
             "actor__optim__lr_scheduler": "cosine",
+            "algorithm__adv_estimator": "gae",
             "algorithm__use_kl_in_reward": True,
             "algorithm__kl_ctrl__type": "adaptive",
             "algorithm__kl_ctrl__horizon": 100,
@@ -61,16 +73,13 @@ def killed(folder: Path, moment: str, count: int, seconds: float) -> bool:
         "RLSCALE_TEST_KILLED": str(note),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/e2e/killer"), os.environ.get("PYTHONPATH", str(ROOT))]),
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        with Program(folder, settings()) as program:
-            status = program.process.wait(180)
-            assert status in (0, -signal.SIGKILL), program.output[-3000:]
-            mark = f"{MARK}={program.mark}"
-            for line in leftovers.still_left(lambda: leftovers.left(mark, program.shm), GONE_WITHIN):
-                assert line.startswith("file /dev/shm/"), line
-                Path(line.removeprefix("file ")).unlink(missing_ok=True)  # nobody was left to do it
+    with Program(folder, settings(), environment=environment) as program:
+        status = program.process.wait(180 * busy())
+        assert status in (0, -signal.SIGKILL), program.output[-3000:]
+        mark = f"{MARK}={program.mark}"
+        for line in leftovers.still_left(lambda: leftovers.left(mark, program.shm), GONE_WITHIN):
+            assert line.startswith("file /dev/shm/"), line
+            Path(line.removeprefix("file ")).unlink(missing_ok=True)  # nobody was left to do it
     return note.exists()
 
 
@@ -80,8 +89,23 @@ def moments(number: int, seed: int) -> Iterator[tuple[str, int, float]]:
     kinds = [MOMENTS[(i + seed) % len(MOMENTS)] for i in range(number)]
     draw.shuffle(kinds)
     for kind in kinds:
-        calls = {"rollout": 2, "scoring": 20, "update": 6, "sync": 2, "save": 2, "publish": 2}[kind]
+        calls = {"rollout": 2, "scoring": 20, "update": 8, "sync": 2, "save": 2, "publish": 2}[kind]
         yield kind, draw.randint(1, calls), draw.choice([0.0, draw.uniform(0, 0.3)])
+
+
+def struck(folder: Path, what: str, phase: str, rank: int, limit: float) -> Ended:
+    """Start the run, let something happen in a phase of the next step but one at the latest, and wait for its end."""
+    note = folder.parent / "struck"
+    note.unlink(missing_ok=True)
+    step = max(Store(folder / "checkpoints").steps(), default=1) + 1
+    environment = {"FAULT": f"{what} {phase} {step} {rank}", "FAULT_NOTE": str(note)}
+    with Program(folder, settings(), script="tests/e2e/faulty_train.py", environment=environment) as program:
+        deadline = time.monotonic() + 120 * busy()
+        while not note.exists() and program.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ended = program.wait(limit)
+    assert note.exists() and not ended.left, ended.output
+    return ended
 
 
 @pytest.fixture(scope="module")
@@ -99,18 +123,68 @@ def same(a: Path, b: Path) -> None:
     assert compared.returncode == 0, compared.stdout + compared.stderr
 
 
-def test_killed_runs_end_as_if_they_had_not_been(unbroken: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    for moment, count, seconds in moments(KILLS, SEED):
-        hit = killed(folder, moment, count, seconds)
-        print(f"{moment} call {count} + {seconds:.3f} s: {'killed' if hit else 'ended before'}, checkpoints "
-              f"{Store(folder / 'checkpoints').steps()}")  # fmt: skip
+def continued(unbroken: Path, folder: Path) -> None:
+    """Let an interrupted run come to its end, and compare."""
     ended = launch(folder, settings())
     assert ended.status == 0 and not ended.left, ended.output
     same(unbroken, folder)
     for kind in ("step", "val"):
         names = [sorted(p.name for p in run.glob(f"rollouts/{kind}_*.jsonl")) for run in (unbroken, folder)]
         assert names[0] == names[1]
+
+
+def stop(folder: Path, name: str, phase: str, rank: int) -> None:
+    """A signal: within the grace period the state is saved, and the status says so."""
+    before = max(Store(folder / "checkpoints").steps(), default=1)
+    ended = struck(folder, name, phase, rank, GRACE)
+    assert ended.status == 75, ended.output
+    assert f"stopped: {name} on rank {rank}" in ended.output
+    assert Store(folder / "checkpoints").steps()[-1] == before + (phase not in GIVEN_UP)
+
+
+def fail(folder: Path, what: str, phase: str, rank: int) -> None:
+    """An exception on one rank, or its death: all are gone soon, and the cause is on the last screen."""
+    ended = struck(folder, what, phase, rank, WITHIN)
+    assert ended.status not in (0, 75), ended.output
+    if what == "raise":
+        last_screen = ended.output.splitlines()[-40:]
+        assert any(f"error: rank {rank}: RuntimeError: a fault that was asked for" in line for line in last_screen)
+
+
+def test_interrupted_runs_end_as_if_they_had_not_been(unbroken: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    stop(folder, "SIGTERM", "gen", 1)
+    stop(folder, "SIGUSR1", "update_actor", 0)
+    fail(folder, "raise", "update_critic", 1)
+    for moment, count, seconds in moments(1, SEED):
+        killed(folder, moment, count, seconds)
+    continued(unbroken, folder)
+
+
+@pytest.mark.skipif(KILLS < 2, reason="RLSCALE_KILLS says how many")
+def test_killed_runs_end_as_if_they_had_not_been(unbroken: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for moment, count, seconds in moments(KILLS, SEED):
+        hit = killed(folder, moment, count, seconds)
+        print(f"{moment} call {count} + {seconds:.3f} s: {'killed' if hit else 'ended before'}, checkpoints "
+              f"{Store(folder / 'checkpoints').steps()}", flush=True)  # fmt: skip
+    continued(unbroken, folder)
+
+
+@pytest.mark.skipif(not ALL, reason="RLSCALE_ALL_CASES=1 runs all")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_run_that_was_stopped_in_every_phase(name: str, unbroken: Path, tmp_path: Path) -> None:
+    for number, phase in enumerate(PHASES):
+        stop(tmp_path / "run", name, phase, number % 2)
+    continued(unbroken, tmp_path / "run")
+
+
+@pytest.mark.skipif(not ALL, reason="RLSCALE_ALL_CASES=1 runs all")
+@pytest.mark.parametrize("what", ["raise", "die"])
+def test_a_run_that_has_failed_in_every_phase(what: str, unbroken: Path, tmp_path: Path) -> None:
+    for number, phase in enumerate(PHASES):
+        fail(tmp_path / "run", what, phase, number % 2)
+    continued(unbroken, tmp_path / "run")
 
 
 def test_damaged_checkpoint_is_named_and_the_one_before_it_used(unbroken: Path, tmp_path: Path) -> None:
@@ -123,7 +197,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_used(unbroken: Path, 
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    again = launch(folder, settings(trainer__export="end"))
+    again = launch(folder, settings())
     assert again.status == 0 and not again.left, again.output
     assert f"{file}: its content has changed" in again.output
     assert f"resuming after step {STEPS - 1}" in again.output

@@ -220,6 +220,44 @@ def test_a_response_does_not_depend_on_the_engine_that_takes_it(run_dir: str) ->
     assert [t.response_ids for t in other] != [t.response_ids for t in together(shares)]
 
 
+def generate_late(run_dir: str, deterministic: bool, late_s: dict[int, float]) -> Any:
+    """With requests that come late, by prompt; also how many there were when the engine began."""
+    from rlscale.rollout.sampling import Sampling
+
+    rollout, waiting = rollout_of("replicas", run_dir), []
+    engine, sample = rollout.host.engine, rollout._sample
+    resume = engine.resume_generation
+
+    async def late(prompt: Any, index: int, *args: Any) -> Any:
+        await asyncio.sleep(late_s.get(index, 0))
+        return await sample(prompt, index, *args)
+
+    async def resumed() -> None:
+        waiting.append(engine.get_num_unfinished_requests())
+        await resume()
+
+    rollout.cfg.trainer.deterministic, rollout._sample, engine.resume_generation = deterministic, late, resumed
+    try:
+        return rollout.generate(prompts(PROMPTS), Sampling(n=4, max_tokens=24, seed=5)), waiting
+    finally:
+        rollout.cfg.trainer.deterministic, rollout._sample, engine.resume_generation = False, sample, resume
+
+
+def test_deterministic_engines_begin_with_their_whole_share(run_dir: str) -> None:
+    """Whoever is late: the same prompts for each engine, the same company for each, and so the same bits."""
+    results = [
+        worlds.run(2, generate_late, run_dir, True, late_s, timeout=START)
+        for late_s in ({}, {0: 0.2, 4: 0.4}, {1: 0.4, 2: 0.1})
+    ]
+    for of_run in results:
+        for rank, (share, waiting) in enumerate(of_run):
+            own = list(range(rank, len(PROMPTS), 2))
+            assert sorted({t.prompt_index for t in share}) == own
+            assert waiting == [4 * len(own)]
+    keys = [[(t.response_ids, t.rollout_logprobs) for share, _ in of_run for t in share] for of_run in results]
+    assert keys[0] == keys[1] == keys[2]
+
+
 class Pool:
     """Scores a response by its length; fails for prompt 1, and keeps the order of events."""
 

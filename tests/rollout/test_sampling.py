@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 
-from rlscale.rollout.sampling import Claims, LocalCounter, sample_seed
+from rlscale.rollout.sampling import Claims, FixedShare, LocalCounter, sample_seed
 from tests import worlds
 
 
@@ -27,6 +27,15 @@ def test_claims_cover_every_position_once_whatever_their_sizes():
             taken += rng.choice(takers).take(rng.randint(1, 5))
         assert taken == list(range(total))
         assert all(len(taker.take(2)) == 0 for taker in takers)
+
+
+def test_fixed_shares_cover_every_position_once() -> None:
+    for total in (0, 1, 7):
+        shares = [FixedShare(replica, 3, total) for replica in range(3)]
+        taken = [[*share.take(1), *share.take(5)] for share in shares]
+        assert sorted(sum(taken, [])) == list(range(total))
+        assert max(map(len, taken)) - min(map(len, taken)) <= 1
+        assert all(share.exhausted and len(share.take(1)) == 0 for share in shares)
 
 
 def test_lists_do_not_share_a_counter():

@@ -71,7 +71,9 @@ def test_refusals_say_why_in_one_line(name: str) -> None:
     assert message.startswith(f"{case.role}.parallel") and all(word in message for word in words), message
 
 
-@pytest.mark.parametrize(("options", "words"), [("--kv 3", ["--kv", "8 heads"]), ("--budget 4", ["--budget", "at least"])])
+@pytest.mark.parametrize(
+    ("options", "words"), [("--kv 3", ["--kv", "8 heads"]), ("--budget 4", ["--budget", "at least"])]
+)
 def test_a_model_that_cannot_be_is_refused_with_its_option(
     options: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
