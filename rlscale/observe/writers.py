@@ -7,11 +7,12 @@ in the middle of a line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -63,14 +64,19 @@ class RunWriter:
             self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Record the metrics of a step (0: before training). Values that JSON doesn't know (nan, inf) become null."""
+        """Record the metrics of a step (0: before training). Values that JSON doesn't know (nan, inf) become null.
+
+        Raises:
+            OSError: the file cannot be written (disk full); names it.
+        """
         if not self._active:
             return
         values = {name: float(value) for name, value in metrics.items()}
         if self._file:
             record = {"step": step} | {n: v if math.isfinite(v) else None for n, v in values.items()}
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            with _named(self.run_dir / METRICS):
+                self._file.write(json.dumps(record) + "\n")
+                self._file.flush()
         if self._tensorboard:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -80,16 +86,18 @@ class RunWriter:
         if not self._active:
             return None
         path = self.run_dir / "rollouts" / f"{kind}_{step:06d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        partial.replace(path)
+        with _named(path):
+            path.parent.mkdir(exist_ok=True)
+            partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            partial.replace(path)
         return path
 
     def flush(self) -> None:
         """Put the records so far on the disk, where they outlast a power failure."""
         if self._file:
-            os.fsync(self._file.fileno())
+            with _named(self.run_dir / METRICS):
+                os.fsync(self._file.fileno())
         if self._tensorboard:
             self._tensorboard.flush()
 
@@ -100,6 +108,17 @@ class RunWriter:
         if self._tensorboard:
             self._tensorboard.close()
         self._file = self._tensorboard = None
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An OSError without a file name gets one: "No space left on device" alone helps nobody."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from rlscale.checkpoint.shards import Shards
 from rlscale.checkpoint.store import Retention, Store
 from rlscale.reshard.layout import Layout, Piece, whole
 from tests import worlds
+from tests.disk import small_file_system
 
 SHAPES = {"a": (64, 33), "b": (5,), "c": (700, 200)}
 
@@ -114,16 +113,8 @@ def test_asynchronous_save_blocks_the_step_for_the_copy_only(tmp_path: Path) -> 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True
-    )
-    if not mounted or mounted.returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_file_system(tmp_path / "disk", 3 * 2**20) as folder:
+        yield folder
 
 
 def fill_up(folder: str, asynchronous: bool) -> str:

@@ -22,6 +22,7 @@ import pytest
 
 from rlscale.checkpoint import Store
 from tests import leftovers
+from tests.disk import small_file_system
 from tests.e2e.program import GONE_WITHIN, MARK, ROOT, Ended, Program, busy, launch, small
 from tests.tiny import tiny_model
 
@@ -185,6 +186,28 @@ def test_a_run_that_has_failed_in_every_phase(what: str, unbroken: Path, tmp_pat
     for number, phase in enumerate(PHASES):
         fail(tmp_path / "run", what, phase, number % 2)
     continued(unbroken, tmp_path / "run")
+
+
+@pytest.mark.skipif(not ALL, reason="RLSCALE_ALL_CASES=1 runs all")
+def test_a_run_whose_disk_is_full(unbroken: Path, tmp_path: Path) -> None:
+    """It ends with a message, or goes on where it is told to; the checkpoint before stands, and continues the run."""
+    size = sum(file.stat().st_size for file in (unbroken / "checkpoints" / f"step_{STEPS:06d}").iterdir())
+    with small_file_system(tmp_path / "disk", size + size // 2 + 2 * 2**20) as disk:
+        folder = disk / "run"
+        full = settings(trainer__keep_last=1, trainer__export="never", trainer__async_save=False)
+        ended = launch(folder, full)
+        assert ended.status not in (0, 75) and not ended.left, ended.output
+        store = Store(folder / "checkpoints")
+        assert f"{store.path(2)} could not be written: rank" in "\n".join(ended.errors), ended.output
+        assert "No space left on device" in "\n".join(ended.errors)
+        assert [p.name for p in store.root.iterdir()] == ["step_000001"]
+        ended = launch(folder, full | {"trainer.continue_on_save_error": True})
+        assert ended.status == 0 and not ended.left, ended.output
+        assert "resuming after step 1" in ended.output
+        assert f"WARNING: checkpoint {store.path(STEPS)} could not be written" in ended.output
+        same(unbroken, folder)
+        assert [p.name for p in store.root.iterdir()] == ["step_000001"]
+        store.open(1).verify()
 
 
 def test_damaged_checkpoint_is_named_and_the_one_before_it_used(unbroken: Path, tmp_path: Path) -> None:

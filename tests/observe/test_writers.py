@@ -115,6 +115,13 @@ def test_a_folder_that_cannot_be_written_is_named(config: Config, tmp_path: Path
         RunWriter(config, tmp_path / "file" / "run")
 
 
+def test_a_full_disk_is_an_error_that_names_the_file(config: Config, tmp_path: Path) -> None:
+    writer = RunWriter(config, tmp_path)
+    writer._file = open("/dev/full", "w")
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/metrics.jsonl'"):
+        writer.log(1, {"a": 1.0})
+
+
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         read_metrics(tmp_path)
