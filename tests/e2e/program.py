@@ -97,14 +97,18 @@ class Program:
         leftovers.own_session(self.process.pid, f"{MARK}={self.mark}", leftovers.session_mark())
         return self
 
-    def wait(self, limit: float) -> Ended:
-        """The ended program. Raises TimeoutError with its output after ``limit`` seconds."""
+    def wait(self, limit: float, gone_within: float = GONE_WITHIN) -> Ended:
+        """The ended program, and what is left of it after ``gone_within`` seconds more.
+
+        Raises:
+            TimeoutError: it still runs after ``limit`` seconds; with its output.
+        """
         try:
             status = self.process.wait(limit * busy())
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the program still runs after {limit:.0f} s:\n{self.output[-6000:]}") from None
         seconds = time.monotonic() - self.started
-        left = leftovers.still_left(lambda: leftovers.left(f"{MARK}={self.mark}", self.shm), GONE_WITHIN)
+        left = leftovers.still_left(lambda: leftovers.left(f"{MARK}={self.mark}", self.shm), gone_within * busy())
         return Ended(self.folder, status, seconds, self.output, left)
 
     def wait_for_step(self, step: int, limit: float) -> None:

@@ -36,8 +36,8 @@ def test_interrupt_saves_and_leaves_nothing_behind(how: str, tmp_path: Path) -> 
         if how == "ctrl-c":
             os.killpg(program.process.pid, signal.SIGINT)
         else:
-            program.process.terminate()
-        ended = program.wait(limit=40)
+            program.process.terminate()  # ends at once; the ranks see that it is gone, and have their time to save
+        ended = program.wait(limit=40, gone_within=40)
     assert ended.status != 0 and not ended.left
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name == f"step_{len(ended.metrics):06d}"
