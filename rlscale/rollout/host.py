@@ -37,7 +37,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2147483648", "MALLOC_TRIM_THRESHOLD_": "429
           "MALLOC_ARENA_MAX": "1"}  # fmt: skip
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 on CPU is longer than many a prompt, of which no prefix could then be shared
 POLL_S = 0.5  # between looks at whether the engine's processes live
-EXIT_TIMEOUT_S = 3.0  # for an engine to end by itself; nothing in it is worth waiting for
+EXIT_TIMEOUT_S = 1.0  # for an engine to end by itself; nothing in it is worth waiting for
 
 
 class EngineHost:
