@@ -1,6 +1,6 @@
 """The program of the README with one fault: FAULT = "<what> <phase> <step> <rank>" happens as that phase begins there.
 
-What: raise (an exception), die (SIGKILL), kill-engine (this rank's, as soon as it samples), or the name of a signal.
+What: raise (an exception), die (SIGKILL), hang, kill-engine (this rank's, as soon as it samples), or a signal's name.
 Phase: as the run reports it, or "score" for the first response of the step that is scored. FAULT_NOTE, a file, is
 written just before.
 """
@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ sys.path.insert(0, str(ROOT))
 def strike(what: str) -> None:
     if what == "raise":
         raise RuntimeError("a fault that was asked for")
+    if what == "hang":
+        time.sleep(3600)
     if what == "kill-engine":
         kill_engine_that_samples()
         return

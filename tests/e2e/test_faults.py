@@ -25,6 +25,16 @@ def test_a_run_outlives_an_engine(tmp_path: Path) -> None:
     assert "warning: rank 1: the vLLM engine died during" in ended.output
 
 
+@pytest.mark.skipif(not os.environ.get("RLSCALE_ALL_CASES"), reason="RLSCALE_ALL_CASES=1 runs all")
+def test_a_stalled_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    arranged = small(tiny_model("qwen2", tied=False, layers=2), trainer__collective_timeout_s=15)
+    fault = {"FAULT": "hang update_actor 2 1", "FAULT_NOTE": str(tmp_path / "note")}
+    ended = launch(tmp_path / "run", arranged, script="tests/e2e/faulty_train.py", environment=fault, limit=120)
+    assert ended.status not in (0, 75) and not ended.left, ended.output
+    assert "what the ranks are doing" in ended.output
+    assert "rank 1: in update_actor of step 2 since" in ended.output
+
+
 @pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
 def test_interrupt_saves_and_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
     """Ctrl-C in a terminal reaches every process of the group; a scheduler's SIGTERM only the outermost one."""

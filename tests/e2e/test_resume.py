@@ -155,7 +155,7 @@ def fail(folder: Path, what: str, phase: str, rank: int) -> None:
 def test_interrupted_runs_end_as_if_they_had_not_been(unbroken: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     stop(folder, "SIGTERM", "gen", 1)
-    stop(folder, "SIGUSR1", "update_actor", 0)
+    stop(folder, "SIGUSR1", "validate", 0)
     fail(folder, "raise", "update_critic", 1)
     for moment, count, seconds in moments(1, SEED):
         killed(folder, moment, count, seconds)
