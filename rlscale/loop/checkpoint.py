@@ -358,7 +358,7 @@ def restore(run: Run, resume: Resume) -> None:
         engine.rest(parameters=False)
     run.kl_controller.load_state_dict(state["kl_controller"])
     run.tokens_seen, run.step = state["tokens_seen"], resume.step
-    run.unfinished = state.get("unfinished")
+    run.unfinished, run.resumed = state.get("unfinished"), True
     own = own_file(run.device.rank)
     if own in resume.record.files:
         set_random_states(resume.record.json(own)["random"])

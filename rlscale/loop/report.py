@@ -245,4 +245,5 @@ def finish(run: Run) -> None:
     folder = Path(run.cfg.trainer.run_dir)
     if run.cfg.trainer.plots:
         plots.draw(folder)
-    summary.print_summary(summary.summarize(folder, time.time() - run.started))
+    known = None if run.resumed else time.time() - run.started  # what the parts of a run took together, nobody knows
+    summary.print_summary(summary.summarize(folder, known))

@@ -24,6 +24,7 @@ from rlscale.observe.writers import RunWriter
 from rlscale.reward.pool import RewardPool, targets_of
 from rlscale.rollout.engine import Rollout
 from rlscale.train.engine import Batching, Engine
+from rlscale.train.schedule import warmup_steps
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -50,6 +51,7 @@ class Run:
     step: int = 0  # steps done
     unfinished: dict[str, float] | None = None  # metrics of the last of them while it is not yet validated and recorded
     started: float = field(default_factory=time.time)
+    resumed: bool = False
     tokens_seen: int = 0
 
     def rest(self) -> None:
@@ -95,6 +97,26 @@ def optimizer_steps(cfg: Config, steps: int, mini_batch: int, epochs: int) -> in
     return steps * epochs * math.ceil(cfg.data.train_batch_size / mini_batch)
 
 
+def short_runs(cfg: Config, steps: int) -> list[str]:
+    """What to say about learning rates that a run of so many steps never reaches."""
+    updates = {"actor": optimizer_steps(cfg, steps, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs)}
+    if uses_critic(cfg):
+        updates["critic"] = optimizer_steps(cfg, steps, *critic_passes(cfg))
+    optim = {"actor": cfg.actor.optim, "critic": cfg.critic.optim}
+    return [
+        f"{role}.optim: the warm-up of {warmup_steps(optim[role], count)} optimizer steps is longer than the run "
+        f"({count}); the learning rate never reaches {optim[role].lr:g}"
+        for role, count in updates.items()
+        if warmup_steps(optim[role], count) > count
+    ]
+
+
+def critic_passes(cfg: Config) -> tuple[int, int]:
+    """Prompts of a mini-batch of the critic, and passes over each batch: the actor's where it has none of its own."""
+    mini = cfg.critic.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
+    return mini, cfg.critic.ppo_epochs or cfg.actor.ppo_epochs
+
+
 def build(cfg: Config, device: Device) -> Run:
     """Load data and models, start the engines, continue from a checkpoint if there is one to continue from.
 
@@ -120,6 +142,8 @@ def build(cfg: Config, device: Device) -> Run:
     rollout = Rollout(
         cfg, device, cfg.trainer.run_dir, tokenizer=tokenizer, eos_ids=eos_token_ids(cfg.model.path, tokenizer)
     )
+    for warning in short_runs(cfg, steps):
+        progress.message(f"WARNING: {warning}")
     try:
         progress.message(f"loading {cfg.model.path}")
         actor, reference, critic = _models(cfg, spec, device, steps)
@@ -161,8 +185,8 @@ def _writer(cfg: Config, device: Device, resume: Resume | None, progress: Progre
     """The run folder: a new run sets the files of an earlier one aside, a resumed one drops what came after."""
     if resume is None:
         return RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank)
-    progress.message(f"resuming after step {resume.step} from {resume.record.path}")
-    for message in [*resume.messages, *set_later_aside(cfg, resume, device)]:
+    resuming = f"resuming after step {resume.step} from {resume.record.path}"
+    for message in [*resume.messages, *set_later_aside(cfg, resume, device), resuming]:
         progress.message(message)
     return RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank, resume.step if resume.in_place else None)
 
@@ -200,8 +224,6 @@ def is_leader(cfg: Config, device: Device) -> bool:
 
 
 def _critic(cfg: Config, spec: ModelSpec, steps: int, common: dict[str, Any]) -> Engine:
-    mini = cfg.critic.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
-    epochs = cfg.critic.ppo_epochs or cfg.actor.ppo_epochs
     path = cfg.critic.path or cfg.model.path
     own = ModelSpec.from_hf(path) if cfg.critic.path else spec
     return Engine(
@@ -211,7 +233,7 @@ def _critic(cfg: Config, spec: ModelSpec, steps: int, common: dict[str, Any]) ->
         cfg.critic.parallel,
         cfg.critic.optim,
         batching(cfg.critic, cfg.actor),
-        total_steps=optimizer_steps(cfg, steps, mini, epochs),
+        total_steps=optimizer_steps(cfg, steps, *critic_passes(cfg)),
         **common,
     )
 

@@ -8,6 +8,7 @@ A few interruptions are part of the suite. All of them:
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -129,6 +130,8 @@ def continued(unbroken: Path, folder: Path) -> None:
     ended = launch(folder, settings())
     assert ended.status == 0 and not ended.left, ended.output
     same(unbroken, folder)
+    times = [json.loads((run / "summary.json").read_text())["seconds"] for run in (unbroken, folder)]
+    assert times[0] > 0 and times[1] is None  # what was lost between the parts is not counted
     for kind in ("step", "val"):
         names = [sorted(p.name for p in run.glob(f"rollouts/{kind}_*.jsonl")) for run in (unbroken, folder)]
         assert names[0] == names[1]
