@@ -7,6 +7,7 @@ mistake costs seconds: every violation is printed once, by the first rank, and t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -70,11 +71,7 @@ def main(argv: list[str]) -> int:
             traceback.print_exc()
         text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         return fail(text, rank, RUN_ERROR, every_rank=True)
-    if stopped is None:
-        return 0
-    if rank == 0:
-        print(f"stopped: {stopped}; the same command with trainer.resume_mode=auto goes on", flush=True)
-    return STOPPED
+    return 0 if stopped is None else STOPPED
 
 
 def lost_contact(error: Exception) -> bool:
@@ -97,18 +94,19 @@ def fail(message: str, rank: int, code: int, every_rank: bool = False) -> int:
     The launcher ends all ranks as soon as one has failed. An error that all ranks have found alike is told by the first
     rank, and the others give it the time to.
     """
-    if rank == 0 or every_rank:
-        print(f"error: rank {rank}: {message}" if every_rank else f"error: {message}", file=sys.stderr, flush=True)
-    else:
+    if rank and not every_rank:
         time.sleep(5)
-        print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
+        print(f"error: rank {rank}: {message}" if rank or every_rank else f"error: {message}", file=sys.stderr)
+        sys.stderr.flush()
     return code
 
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     # a failed rank must not wait for the others' collectives or threads on its way out, and what a whole run has to say
     # is on the disk: to take torch and vLLM apart would only take seconds
     os._exit(status)

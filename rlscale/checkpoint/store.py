@@ -142,10 +142,11 @@ class Store:
         write_json(partial / MANIFEST, content | {"digest": _digest(content)})
         flush_folder(partial)
         final = self.path(step)
-        if final.exists():
-            _remove(final)
+        replaced = _take_away(final) if final.exists() else None
         partial.rename(final)
         flush_folder(self.root)
+        if replaced is not None:
+            shutil.rmtree(replaced)
         return Record(final, step, dict(files), dict(notes))
 
     def discard(self, step: int) -> None:
@@ -212,7 +213,7 @@ class Store:
         whole, _ = self.complete()
         gone = retention.superseded({record.step: record.notes.get("metrics", {}) for record in whole})
         for step in gone:
-            _remove(self.path(step))
+            shutil.rmtree(_take_away(self.path(step)))
         return gone
 
 
@@ -277,10 +278,10 @@ def _digest(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _remove(path: Path) -> None:
-    """Delete a checkpoint so that it is at no time half there under its own name."""
+def _take_away(path: Path) -> Path:
+    """Rename a checkpoint that is to be deleted: it is at no time half there under its own name."""
     target = path.with_name(path.name + DELETED)
     if target.exists():
         shutil.rmtree(target)
     path.rename(target)
-    shutil.rmtree(target)
+    return target

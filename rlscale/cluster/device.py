@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import logging
@@ -16,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+_timeout: timedelta | None = None  # of collectives
 # glibc's mallopt(3) parameters
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 
@@ -118,6 +120,8 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, determinis
     Raises:
         ValueError: trainer.device asks for CUDA and there is none, or the master's port is in use.
     """
+    global _timeout
+    _timeout = timedelta(seconds=timeout_s)
     kind = detect(wanted)
     prepare_process(kind)
     if deterministic:
@@ -145,7 +149,7 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, determinis
         try:
             deepspeed.init_distributed(
                 dist_backend="nccl" if kind == "cuda" else "gloo",
-                timeout=timedelta(seconds=timeout_s),
+                timeout=_timeout,
                 verbose=False,
                 auto_mpi_discovery=False,
             )
@@ -159,6 +163,13 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, determinis
     elif not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
     return Device(kind=kind, rank=rank, local_rank=local, world=world, local_world=local_world())
+
+
+def new_group(ranks: list[int] | None = None, backend: str | None = None) -> Any:
+    """`torch.distributed.new_group` with the time limit of `init_distributed`, which it would not take over."""
+    import torch.distributed as dist
+
+    return dist.new_group(ranks, backend=backend, timeout=_timeout)
 
 
 def quiet_libraries() -> None:
@@ -195,7 +206,8 @@ def follow_launcher(interval_s: float = 1.0) -> None:
     def watch() -> None:
         while os.getppid() == launcher and _parent(launcher) == runner:
             time.sleep(interval_s)
-        print("error: the launcher has ended; so does this rank", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
+            print("error: the launcher has ended; so does this rank", file=sys.stderr, flush=True)
         on_launcher_end()
 
     threading.Thread(target=watch, daemon=True, name="follow-launcher").start()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from rlscale.cluster.device import new_group
 from rlscale.config.schema import ParallelConfig
 
 
@@ -116,23 +117,19 @@ class Mesh:
         return list(seen.values())
 
     def _group(self, *varying: str) -> Any:
-        import torch.distributed as dist
-
         mine = None
         for line in self._lines(*varying):  # every rank creates every group, in the same order
-            group = dist.new_group(line)
+            group = new_group(line)
             if self.rank in line:
                 mine = group
         return mine
 
     def _ends(self) -> Any:
         """First and last pipeline stage: the two holders of a tied embedding."""
-        import torch.distributed as dist
-
         mine = None
         for line in self._lines("pp"):
             ends = sorted({line[0], line[-1]})
-            group = dist.new_group(ends)
+            group = new_group(ends)
             if self.rank in ends:
                 mine = group
         return mine
@@ -169,9 +166,7 @@ class Mesh:
         )
 
     def _solo(self) -> Any:
-        import torch.distributed as dist
-
-        groups = [dist.new_group([rank]) for rank in range(self.dims.world)]
+        groups = [new_group([rank]) for rank in range(self.dims.world)]
         return groups[self.rank]
 
     def mpu(self) -> type:

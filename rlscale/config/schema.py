@@ -72,7 +72,10 @@ class TrainerConfig:
         "one, or from resume_from_path",
         choices=("disable", "auto", "path"),
     )
-    resume_from_path: str | None = opt(None, "folder of the checkpoint (.../checkpoints/step_*) of resume_mode path")
+    resume_from_path: str | None = opt(
+        None,
+        "folder of the checkpoint (.../checkpoints/step_*) of resume_mode path, and of auto while run_dir has none",
+    )
     logger: list[str] = opt(["jsonl", "tensorboard"], "metric writers: any of jsonl, tensorboard")
     rollout_dump_freq: int = opt(1, "steps between rollouts/step_*.jsonl files; 0: none", min=0)
     plots: bool = opt(True, "draw plots/*.png at the end of the run")

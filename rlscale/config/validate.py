@@ -141,13 +141,17 @@ def _trainer(c: Config) -> Iterator[Violation]:
             f"trainer.critic_warmup is {t.critic_warmup}, so the actor would never be trained in "
             f"trainer.total_training_steps {t.total_training_steps}",
         )
-    if (t.resume_mode == "path") != (t.resume_from_path is not None):
+    if {"path": t.resume_from_path is None, "disable": t.resume_from_path is not None}.get(t.resume_mode):
         yield Violation(
             ("trainer.resume_mode", "trainer.resume_from_path"),
             f"trainer.resume_mode is {t.resume_mode} and trainer.resume_from_path {t.resume_from_path}: mode path "
-            "needs the folder of a checkpoint, and no other mode takes one",
+            "needs the folder of a checkpoint, auto may have one, and disable takes none",
         )
-    elif t.resume_from_path is not None and not Path(t.resume_from_path).expanduser().is_dir():
+    elif (
+        t.resume_mode == "path"
+        and t.resume_from_path is not None
+        and not Path(t.resume_from_path).expanduser().is_dir()
+    ):
         yield Violation(
             ("trainer.resume_from_path",), f"trainer.resume_from_path: no such folder: {t.resume_from_path}"
         )

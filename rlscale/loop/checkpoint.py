@@ -50,6 +50,8 @@ NEUTRAL = (
     "rollout.gpu_memory", "rollout.enforce_eager", "rollout.enable_prefix", "rollout.prefetch", "rollout.sync_bucket",
     "rollout.start_timeout_s", "rollout.request_timeout_s", "reward.num_workers", "data.val",
 )  # fmt: skip
+#: and those among them that say more
+OTHER = ("trainer.critic_warmup",)
 #: keys about which nothing is said
 SILENT = ("trainer.run_dir", "trainer.resume_mode", "trainer.resume_from_path")
 
@@ -86,6 +88,9 @@ class Resume:
 def find(cfg: Config, device: Device) -> Resume | None:
     """The checkpoint to resume from as ``trainer.resume_mode`` says, every checksum compared; None: start anew.
 
+    That is the last one of the run's own folder (auto), or the one of ``resume_from_path`` (path, and auto while the
+    folder has none).
+
     With ``auto`` a damaged checkpoint is set aside with a message, and the one before it is taken. Collective.
 
     Raises:
@@ -94,18 +99,18 @@ def find(cfg: Config, device: Device) -> Resume | None:
     """
     if cfg.trainer.resume_mode == "disable":
         return None
-    store = Store(folder_of(cfg))
-    if cfg.trainer.resume_mode == "path":
-        path = Path(str(cfg.trainer.resume_from_path)).expanduser()
+    store, given = Store(folder_of(cfg)), cfg.trainer.resume_from_path
+    found, messages = _latest_whole(store, device) if cfg.trainer.resume_mode == "auto" else (None, [])
+    if found is not None:
+        resume = Resume(read_record(found), True, messages)
+    elif given is not None:
+        path = Path(given).expanduser()
         problem = _problem(path, device)
         if problem is not None:
             raise ValueError(f"trainer.resume_from_path: {problem}")
-        resume = Resume(read_record(path), path.resolve().parent == store.root.resolve())
+        resume = Resume(read_record(path), path.resolve().parent == store.root.resolve(), messages)
     else:
-        found, messages = _latest_whole(store, device)
-        if found is None:
-            return None
-        resume = Resume(read_record(found), True, messages)
+        return None
     resume.messages += check_config(resume.state["config"], to_dict(cfg), resume.record.path)
     return resume
 
@@ -185,7 +190,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path) -
             f"{path} is of another run:\n  " + "\n  ".join(lines) + "\nto start a new run from its weights, export "
             "them (tools/export.py) and set model.path to the export"
         )
-    neutral = sorted(key for key in changed if key.startswith(NEUTRAL))
+    neutral = sorted(key for key in changed if key.startswith(NEUTRAL) and key not in OTHER)
     messages = []
     if neutral:
         messages.append("resuming with another layout, budget or length: " + _changes(neutral, before, after))
@@ -246,13 +251,18 @@ class Checkpoints:
             self.progress.message(f"checkpoint of step {step} {how} ({time.monotonic() - started:.1f} s)")
         self.progress.restart_clock()
 
-    def save_stopped(self, run: Run) -> None:
-        """Save what a run that was asked to stop has reached, unless that is saved, or ``trainer.save_freq`` is -1."""
+    def save_stopped(self, run: Run) -> bool:
+        """Save what a run that was asked to stop has reached, unless that is saved, or ``trainer.save_freq`` is -1.
+
+        Returns:
+            whether this run saves anything.
+        """
         self.wait()
         saved = _on_first(run.device, self.saver.store.steps)
         if run.cfg.trainer.save_freq >= 0 and run.step > max(saved, default=0):
             self.save(run, run.step, {})
             self.wait()
+        return run.cfg.trainer.save_freq >= 0
 
     def wait(self) -> None:
         """Wait for an asynchronous save; errors as in `save`."""
@@ -293,6 +303,7 @@ def run_state(run: Run, step: int) -> dict[str, Any]:
         "data": run.train.state_dict(),
         "kl_controller": run.kl_controller.state_dict(),
         "tokens_seen": run.tokens_seen,
+        "rollout": {"restarts": run.rollout.restarts, "resampled": run.rollout.resampled},
         "engines": {role: engine_state(engine) for role, engine in run.trained.items()},
         "config": config,
         "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
@@ -358,6 +369,8 @@ def restore(run: Run, resume: Resume) -> None:
         engine.rest(parameters=False)
     run.kl_controller.load_state_dict(state["kl_controller"])
     run.tokens_seen, run.step = state["tokens_seen"], resume.step
+    lost = state.get("rollout", {})
+    run.rollout.restarts, run.rollout.resampled = lost.get("restarts", 0), lost.get("resampled", 0)
     run.unfinished, run.resumed = state.get("unfinished"), True
     own = own_file(run.device.rank)
     if own in resume.record.files:

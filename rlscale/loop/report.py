@@ -219,12 +219,17 @@ def validation(run: Run, step: int, trajectories: list[Trajectory], metrics: dic
         run.writer.log(0, metrics)
 
 
+def export_folder(run: Run, step: int) -> Path:
+    """Where the policy of a step is exported to."""
+    return Path(run.cfg.trainer.run_dir) / "export" / f"step_{step:06d}"
+
+
 def export_policy(run: Run, step: int) -> None:
     """export/step_*: the policy as a Hugging Face folder that transformers and vLLM open."""
     from rlscale.model.arch import resolve_folder
     from rlscale.reshard.safetensors_io import export_hf
 
-    folder = Path(run.cfg.trainer.run_dir) / "export" / f"step_{step:06d}"
+    folder = export_folder(run, step)
     export_hf(
         folder,
         run.actor.layout,
@@ -240,7 +245,7 @@ def finish(run: Run) -> None:
     """Plots and the closing summary, on rank 0."""
     run.progress.close()
     run.writer.close()
-    if run.device.rank:
+    if run.device.rank or "jsonl" not in run.cfg.trainer.logger:  # both are made from metrics.jsonl
         return
     folder = Path(run.cfg.trainer.run_dir)
     if run.cfg.trainer.plots:

@@ -33,15 +33,23 @@ def train(cfg: Config, device: Device) -> str | None:
     run = build(cfg, device)
     run.watch.start()
     try:
-        _steps(run)
-    except Stopped as stop:
-        run.checkpoints.save_stopped(run)
-        return str(stop)
+        return _until_stopped(run)
     except Exception as error:
         run.watch.failed(error)
         raise
     finally:
         run.close()
+
+
+def _until_stopped(run: Run) -> str | None:
+    try:
+        _steps(run)
+    except Stopped as stop:
+        saved = run.checkpoints.save_stopped(run)
+        run.watch.settled()
+        what = "the same command with trainer.resume_mode=auto goes on" if saved else "nothing was saved (save_freq -1)"
+        run.progress.message(f"stopped: {stop}; {what}")
+        return str(stop)
     return None
 
 
@@ -50,15 +58,17 @@ def _steps(run: Run) -> None:
     if trainer.val_before_train and run.step == 0:
         validate(run, 0)
     if run.unfinished is not None:
-        _finish(run, run.step, run.unfinished)
+        _finish(run, run.step, run.unfinished, saves=trainer.save_freq >= 0)  # at once: it is recorded now
+    elif run.resumed and _exports(run, run.step) and not report.export_folder(run, run.step).exists():
+        report.export_policy(run, run.step)  # the run ended between its checkpoint and this
     for step in range(run.step + 1, run.total_steps + 1):
-        _finish(run, step, train_step(run, step))
+        _finish(run, step, train_step(run, step), saves=_saves(run, step))
     run.checkpoints.wait()
     report.finish(run)
 
 
-def _finish(run: Run, step: int, metrics: dict[str, float]) -> None:
-    """What comes after the updates of a step: validation, its record, export and checkpoint where they are due.
+def _finish(run: Run, step: int, metrics: dict[str, float], saves: bool) -> None:
+    """What comes after the updates of a step: validation, its record, checkpoint and export where they are due.
 
     Raises:
         Stopped: the run was asked to stop. In the validation: what has been measured so far is in ``run.unfinished``,
@@ -72,15 +82,24 @@ def _finish(run: Run, step: int, metrics: dict[str, float]) -> None:
     run.unfinished = None
     run.writer.log(step, metrics)
     run.progress.step(step, metrics)
-    saves = trainer.save_freq >= 0 and (last or _due(step, trainer.save_freq))
-    if (last and trainer.export != "never") or (saves and trainer.export == "save"):
-        run.watch.phase(f"export of step {step}")
-        report.export_policy(run, step)
     if saves:
         run.watch.phase(f"save of step {step}")
         run.checkpoints.save(run, step, metrics)
+    if _exports(run, step):
+        run.watch.phase(f"export of step {step}")
+        report.export_policy(run, step)
     if not last:
         run.watch.agree()
+
+
+def _saves(run: Run, step: int) -> bool:
+    freq = run.cfg.trainer.save_freq
+    return freq >= 0 and (step == run.total_steps or _due(step, freq))
+
+
+def _exports(run: Run, step: int) -> bool:
+    when = run.cfg.trainer.export
+    return (when != "never" and step == run.total_steps) or (when == "save" and _saves(run, step))
 
 
 def _due(step: int, freq: int) -> bool:

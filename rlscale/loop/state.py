@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass, field
@@ -72,9 +73,10 @@ class Run:
 
     def close(self) -> None:
         """End engine and scorer processes and flush the writers; safe after an error on any rank."""
-        for part in (self.pool, self.rollout, self.progress, self.writer, self.watch):
-            if part is not None:
-                part.close()
+        with contextlib.ExitStack() as parts:  # each is closed, also where closing another fails
+            for part in (self.watch, self.writer, self.progress, self.rollout, self.pool):
+                if part is not None:
+                    parts.callback(part.close)
 
 
 def planned_steps(cfg: Config, prompts: int) -> int:
@@ -166,9 +168,10 @@ def build(cfg: Config, device: Device) -> Run:
             writer=writer,
             progress=progress,
             kl_controller=kl_controller(cfg),
-            checkpoints=Checkpoints(cfg, progress),
+            checkpoints=(checkpoints := Checkpoints(cfg, progress)),
             watch=watch,
         )
+        writer.make_room = checkpoints.wait
         if resume is not None:
             restore(run, resume)
     except BaseException:
@@ -188,7 +191,11 @@ def _writer(cfg: Config, device: Device, resume: Resume | None, progress: Progre
     resuming = f"resuming after step {resume.step} from {resume.record.path}"
     for message in [*resume.messages, *set_later_aside(cfg, resume, device), resuming]:
         progress.message(message)
-    return RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank, resume.step if resume.in_place else None)
+    if not resume.in_place:
+        return RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank)
+    # a step that a stop left unvalidated is recorded by this run
+    recorded = resume.step - (resume.state.get("unfinished") is not None)
+    return RunWriter(cfg, Path(cfg.trainer.run_dir), device.rank, resume.step, recorded)
 
 
 def _data_line(cfg: Config, data: PromptData, val: PromptData | None) -> str:

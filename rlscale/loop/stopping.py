@@ -52,7 +52,7 @@ class Watch:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.grace_s, self.max_time_s = grace_s, max_time_s
         self.since = time.monotonic() if since is None else since
-        self.control = dist.new_group(backend="gloo")
+        self.control = device.new_group(backend="gloo")
         # a connection of its own: the main thread may hold the other one while it waits
         store = dist.distributed_c10d._get_default_store()
         self.store = dist.PrefixStore(f"rlscale/watch{next(_instances)}", store.clone())  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ class Watch:
         self._wakeup = -1
         self._pipe = (-1, -1)
         self._phase = ("", time.time())
-        self._failing = False
+        self._failing = self._settled = False
 
     def start(self) -> None:
         """Take signals from now on; call on the main thread."""
@@ -86,6 +86,10 @@ class Watch:
         if self._pipe[0] >= 0:
             signal.set_wakeup_fd(self._wakeup)
         self._handlers = {}
+
+    def settled(self) -> None:
+        """The state is saved: a launcher that sends its signal once more does not cut short what is left to do."""
+        self._settled = True
 
     @property
     def requested(self) -> bool:
@@ -169,7 +173,7 @@ class Watch:
         now = time.monotonic()
         first = self._first.setdefault(number, now)
         name, code = signal.Signals(number).name, 128 + number
-        if now - first > ECHO_S:
+        if now - first > ECHO_S and not self._settled:
             self._end(f"{name} again", code)
         self.request(f"{name} on rank {self.rank}", code)
 
@@ -190,7 +194,10 @@ class Watch:
     def _end(self, why: str, code: int) -> None:
         if self._closed.is_set():
             return
-        print(
-            f"error: rank {self.rank}: {why}; this rank ends, the last checkpoint stands", file=sys.stderr, flush=True
-        )
+        with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
+            print(
+                f"error: rank {self.rank}: {why}; this rank ends, the last checkpoint stands",
+                file=sys.stderr,
+                flush=True,
+            )
         os._exit(code)

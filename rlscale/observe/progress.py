@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import time
@@ -119,8 +120,9 @@ class Progress:
         self.close()
 
     def _write(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        with contextlib.suppress(OSError, ValueError):  # a reader that is gone (tee) must not end the run
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
 
 def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -8,11 +8,12 @@ in the middle of a line.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -32,15 +33,25 @@ class RunWriter:
             ``previous/<number>/``.
         rank: of this process.
         resume_step: last step of the state that the run continues from; what is of later steps is dropped.
+        recorded: last step whose record stays (default: ``resume_step``).
+
+    ``make_room`` is called when the disk is full, before one more attempt to write: a checkpoint may be on its way that
+    will not be completed.
 
     Raises:
         ValueError: the folder cannot be made or written.
     """
 
     def __init__(
-        self, config: Config, run_dir: str | os.PathLike[str], rank: int = 0, resume_step: int | None = None
+        self,
+        config: Config,
+        run_dir: str | os.PathLike[str],
+        rank: int = 0,
+        resume_step: int | None = None,
+        recorded: int | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
+        self.make_room: Callable[[], None] = lambda: None
         self._file: Any = None
         self._tensorboard: Any = None
         self._active = rank == 0
@@ -51,16 +62,17 @@ class RunWriter:
             if resume_step is None:
                 _set_aside(self.run_dir)
             else:
-                _drop_after(self.run_dir, resume_step)
+                recorded = resume_step if recorded is None else recorded
+                _drop_after(self.run_dir, resume_step, recorded)
             save(config, self.run_dir / "config.yaml")
             if "jsonl" in config.trainer.logger:
-                self._file = open(self.run_dir / METRICS, "a", encoding="utf-8")
+                self._file = open(self.run_dir / METRICS, "ab", buffering=0)
         except OSError as error:
             raise ValueError(f"trainer.run_dir: {self.run_dir} cannot be written: {error.strerror or error}") from error
         if "tensorboard" in config.trainer.logger:
             from torch.utils.tensorboard import SummaryWriter
 
-            purge = None if resume_step is None else resume_step + 1
+            purge = None if recorded is None else recorded + 1
             self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
@@ -74,9 +86,14 @@ class RunWriter:
         values = {name: float(value) for name, value in metrics.items()}
         if self._file:
             record = {"step": step} | {n: v if math.isfinite(v) else None for n, v in values.items()}
-            with _named(self.run_dir / METRICS):
-                self._file.write(json.dumps(record) + "\n")
-                self._file.flush()
+            left = memoryview((json.dumps(record) + "\n").encode())
+
+            def write() -> None:
+                nonlocal left
+                while left:  # a disk that is nearly full takes a part
+                    left = left[self._file.write(left) :]
+
+            self._attempt(self.run_dir / METRICS, write)
         if self._tensorboard:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -86,12 +103,26 @@ class RunWriter:
         if not self._active:
             return None
         path = self.run_dir / "rollouts" / f"{kind}_{step:06d}.jsonl"
-        partial = path.with_suffix(".partial")
-        with _named(path):
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+        def write() -> None:
             path.parent.mkdir(exist_ok=True)
-            partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            partial = path.with_suffix(".partial")
+            partial.write_text(text, encoding="utf-8")
             partial.replace(path)
+
+        self._attempt(path, write)
         return path
+
+    def _attempt(self, path: Path, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.make_room()
+            with _named(path):
+                write()
 
     def flush(self) -> None:
         """Put the records so far on the disk, where they outlast a power failure."""
@@ -154,8 +185,8 @@ def read_records(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _drop_after(run_dir: Path, step: int) -> None:
-    """Keep the complete records up to ``step``, by an atomic replacement, and the rollouts up to it."""
+def _drop_after(run_dir: Path, step: int, recorded: int) -> None:
+    """Keep the complete records up to step ``recorded``, by an atomic replacement, and the rollouts up to ``step``."""
     for rollouts in run_dir.glob("rollouts/*_*.jsonl"):
         number = rollouts.stem.rpartition("_")[2]
         if number.isdigit() and int(number) > step:
@@ -165,7 +196,7 @@ def _drop_after(run_dir: Path, step: int) -> None:
         return
     partial = path.with_suffix(".partial")
     partial.write_text(
-        "".join(json.dumps(r) + "\n" for r in read_records(run_dir) if r["step"] <= step), encoding="utf-8"
+        "".join(json.dumps(r) + "\n" for r in read_records(run_dir) if r["step"] <= recorded), encoding="utf-8"
     )
     partial.replace(path)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import itertools
 import sys
 import time
@@ -40,6 +41,10 @@ POLL_S = 0.5  # between looks at whether generation should be broken off
 Weights = tuple[Layout, Mapping[str, torch.Tensor]]
 Missing = list[tuple[int, list[int]]]  # prompts by their place in the step, each with the numbers of samples it lacks
 _instances = itertools.count()
+
+
+class EngineError(RuntimeError):
+    """What the leaders did with their engines failed on some of them; raised on every rank."""
 
 
 class Rollout:
@@ -162,7 +167,7 @@ class Rollout:
             try:
                 self._together(work, "generation")
                 break
-            except RuntimeError as error:
+            except EngineError as error:
                 if not self._replace_lost(error):
                     break
                 if self.updated:
@@ -304,19 +309,21 @@ class Rollout:
         if self.weights is None:
             self.weights = lambda: (source, tensors)
         self.updated = True
+        started = time.perf_counter()
         while True:
             try:
-                return self._sync(source, tensors)
-            except RuntimeError as error:
+                self._sync(source, tensors)
+                return self._sync_metrics(started)
+            except EngineError as error:
                 if not self._replace_lost(error):
-                    return {}
+                    return self._sync_metrics(started)  # the step's record is to be that of any other run
 
-    def _replace_lost(self, error: RuntimeError) -> bool:
+    def _replace_lost(self, error: EngineError) -> bool:
         """Start new engines in the place of those that were lost, unless generation is to be broken off (a launcher
         that ends a run ends the engines, too); says whether. Collective.
 
         Raises:
-            RuntimeError: ``error``, where no engine was lost or ``rollout.engine_restarts`` is used up.
+            EngineError: ``error``, where no engine was lost or ``rollout.engine_restarts`` is used up.
         """
         lost = self.host is not None and not self.host.alive
         leaders = gather((lost, self.interrupted()), self.control)
@@ -325,12 +332,18 @@ class Rollout:
         if not any(lost for lost, _ in leaders) or self.restarts >= self.cfg.rollout.engine_restarts:
             raise error
         if self.device.rank == 0:
-            print(f"warning: {error}; starting a new engine", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):
+                print(f"warning: {error}; starting a new engine", file=sys.stderr, flush=True)
         self.restart()
         return True
 
-    def _sync(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        started = time.perf_counter()
+    def _sync_metrics(self, started: float) -> dict[str, float]:
+        assert self.buckets is not None
+        plan = self.buckets.plan
+        taken = plan.received.get(self.device.rank, 0) + plan.local.get(self.device.rank, 0)
+        return {"rollout/sync_bytes": float(taken), "rollout/sync_s": time.perf_counter() - started}
+
+    def _sync(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
         self._prepare(source)
         assert self.buckets is not None
         self.stale = True
@@ -349,12 +362,6 @@ class Rollout:
         if checked:
             self._compare(tensors)
         self.stale = False
-        plan = self.buckets.plan
-        taken = plan.received.get(self.device.rank, 0) + plan.local.get(self.device.rank, 0)
-        return {
-            "rollout/sync_bytes": float(taken),
-            "rollout/sync_s": time.perf_counter() - started,
-        }
 
     def _prepare(self, source: Layout) -> None:
         """Plan, and give the workers their buckets' addresses; once for a layout."""
@@ -484,7 +491,7 @@ class Rollout:
         if everyone:
             text = str(errors[0]) if errors else everyone[0]
             cause = errors[0] if errors else None
-            raise RuntimeError(text if "rank " in text else f"{what} failed: {text}") from cause
+            raise EngineError(text if "rank " in text else f"{what} failed: {text}") from cause
 
 
 async def _score(pool: RewardPool, prompt: Prompt, trajectory: Trajectory) -> None:

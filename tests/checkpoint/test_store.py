@@ -130,6 +130,12 @@ def test_a_checkpoint_that_is_replaced_is_there_whenever_the_run_is_killed(
         return rename(self, target)
 
     with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError("Directory not empty")))
+        with pytest.raises(OSError, match="not empty"):
+            make(store, 1, content="newer")
+    store.open(1).verify()
+    store.clean()
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", kill)
         with pytest.raises(Killed):
             make(store, 1, content="new")

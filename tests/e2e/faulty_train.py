@@ -1,6 +1,7 @@
 """The program of the README with one fault: FAULT = "<what> <phase> <step> <rank>" happens as that phase begins there.
 
-What: raise (an exception), die (SIGKILL), hang, kill-engine (this rank's, as soon as it samples), or a signal's name.
+What: raise (an exception), die (SIGKILL), hang, wait (2 s, for somebody else to do something), kill-engine (the
+rank's, as soon as it samples), or a signal's name.
 Phase: as the run reports it, or "score" for the first response of the step that is scored. FAULT_NOTE, a file, is
 written just before.
 """
@@ -24,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 def strike(what: str) -> None:
     if what == "raise":
         raise RuntimeError("a fault that was asked for")
-    if what == "hang":
-        time.sleep(3600)
+    if what in ("hang", "wait"):
+        time.sleep(3600 if what == "hang" else 2)
     if what == "kill-engine":
         kill_engine_that_samples()
         return

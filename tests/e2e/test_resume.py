@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from tests.tiny import tiny_model
 KILLS = int(os.environ.get("RLSCALE_KILLS", "1"))
 SEED = int(os.environ.get("RLSCALE_KILL_SEED", "20"))
 ALL = bool(os.environ.get("RLSCALE_ALL_CASES"))
-STEPS = max(12 if ALL else 5, KILLS)
+STEPS = max(12 if ALL else 6, KILLS)
 MOMENTS = ("rollout", "scoring", "update", "sync", "save", "publish")
 # until the advantages nothing of a step has changed anything, and it is given up
 GIVEN_UP = ("gen", "score", "old_log_prob", "ref", "values")
@@ -96,8 +96,10 @@ def moments(number: int, seed: int) -> Iterator[tuple[str, int, float]]:
         yield kind, draw.randint(1, calls), draw.choice([0.0, draw.uniform(0, 0.3)])
 
 
-def struck(folder: Path, what: str, phase: str, rank: int, limit: float) -> Ended:
-    """Start the run, let something happen in a phase of the next step but one at the latest, and wait for its end."""
+def struck(
+    folder: Path, what: str, phase: str, rank: int, limit: float, then: Callable[[Program], None] = lambda _: None
+) -> Ended:
+    """Start the run, let something happen in a phase of the next step, the second at least, and wait for its end."""
     note = folder.parent / "struck"
     note.unlink(missing_ok=True)
     step = max(Store(folder / "checkpoints").steps(), default=1) + 1
@@ -106,7 +108,8 @@ def struck(folder: Path, what: str, phase: str, rank: int, limit: float) -> Ende
         deadline = time.monotonic() + 120 * busy()
         while not note.exists() and program.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        ended = program.wait(limit)
+        then(program)
+        ended = program.wait(limit, gone_within=limit)
     assert note.exists() and not ended.left, ended.output
     return ended
 
@@ -147,6 +150,21 @@ def stop(folder: Path, name: str, phase: str, rank: int) -> None:
     assert Store(folder / "checkpoints").steps()[-1] == before + (phase not in GIVEN_UP)
 
 
+def interrupt(folder: Path, how: str, phase: str) -> None:
+    """Ctrl-C in a terminal reaches every process of the group, a scheduler's SIGTERM only the outermost one."""
+
+    def act(program: Program) -> None:
+        if how == "ctrl-c":
+            os.killpg(program.process.pid, signal.SIGINT)
+        else:
+            program.process.terminate()
+
+    before = max(Store(folder / "checkpoints").steps(), default=1)
+    ended = struck(folder, "wait", phase, 1, GRACE, act)
+    assert ended.status != 0, ended.output
+    assert Store(folder / "checkpoints").steps()[-1] == before + (phase not in GIVEN_UP)
+
+
 def fail(folder: Path, what: str, phase: str, rank: int) -> None:
     """An exception on one rank, or its death: all are gone soon, and the cause is on the last screen."""
     ended = struck(folder, what, phase, rank, WITHIN)
@@ -160,10 +178,12 @@ def fail(folder: Path, what: str, phase: str, rank: int) -> None:
 def test_interrupted_runs_end_as_if_they_had_not_been(unbroken: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     stop(folder, "SIGTERM", "gen", 1)
+    interrupt(folder, "sigterm", "update_actor")
     stop(folder, "SIGUSR1", "validate", 0)
     fail(folder, "raise", "update_critic", 1)
     for moment, count, seconds in moments(1, SEED):
-        killed(folder, moment, count, seconds)
+        assert killed(folder, moment, count, seconds)
+    interrupt(folder, "ctrl-c", "update_actor")
     continued(unbroken, folder)
 
 
@@ -172,9 +192,10 @@ def test_interrupted_runs_end_as_if_they_had_not_been(unbroken: Path, tmp_path: 
 def test_killed_runs_end_as_if_they_had_not_been(unbroken: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for moment, count, seconds in moments(KILLS, SEED):
-        hit = killed(folder, moment, count, seconds)
-        print(f"{moment} call {count} + {seconds:.3f} s: {'killed' if hit else 'ended before'}, checkpoints "
-              f"{Store(folder / 'checkpoints').steps()}", flush=True)  # fmt: skip
+        assert killed(folder, moment, count, seconds)
+        print(
+            f"{moment} call {count} + {seconds:.3f} s: checkpoints {Store(folder / 'checkpoints').steps()}", flush=True
+        )
     continued(unbroken, folder)
 
 
@@ -184,6 +205,15 @@ def test_killed_runs_end_as_if_they_had_not_been(unbroken: Path, tmp_path: Path)
 def test_a_run_that_was_stopped_in_every_phase(name: str, unbroken: Path, tmp_path: Path) -> None:
     for number, phase in enumerate(PHASES):
         stop(tmp_path / "run", name, phase, number % 2)
+    continued(unbroken, tmp_path / "run")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not ALL, reason="RLSCALE_ALL_CASES=1 runs all")
+@pytest.mark.parametrize("how", ["sigterm", "ctrl-c"])
+def test_a_run_that_was_interrupted_from_outside_in_every_phase(how: str, unbroken: Path, tmp_path: Path) -> None:
+    for phase in PHASES:
+        interrupt(tmp_path / "run", how, phase)
     continued(unbroken, tmp_path / "run")
 
 

@@ -161,6 +161,9 @@ def test_a_path_is_taken_or_refused(tmp_path: Path) -> None:
     step, said = found(tmp_path, resume_mode="path", resume_from_path=str(root / "step_000002"))
     assert step == 2 and said == ["later checkpoints are now step_000003.abandoned"]
     assert Store(root).steps() == [1, 2]
+    given = {"resume_mode": "auto", "resume_from_path": str(root / "step_000001")}
+    assert found(tmp_path / "other", **given) == (1, [])  # while it has none of its own
+    assert found(tmp_path, **given) == (2, [])
     (root / "step_000002/run.json").write_text("{}")
     refused = found(tmp_path, resume_mode="path", resume_from_path=str(root / "step_000002"))
     assert refused.startswith("trainer.resume_from_path: ") and "run.json: has 2 bytes" in refused

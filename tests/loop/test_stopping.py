@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 
@@ -68,14 +69,20 @@ while True:
 """
 
 
-@pytest.mark.parametrize("grace, again", [(1.0, False), (300.0, True)], ids=["grace period", "second signal"])
-def test_a_rank_that_does_not_stop_is_ended(grace: float, again: bool) -> None:
+@pytest.mark.parametrize(
+    "grace, again, reader",
+    [(1.0, False, True), (300.0, True, True), (1.0, False, False)],
+    ids=["grace period", "second signal", "nobody reads its messages"],
+)
+def test_a_rank_that_does_not_stop_is_ended(grace: float, again: bool, reader: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", STUBBORN, str(grace)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
             assert process.stdout.readline() == "ready\n"
+            if not reader:
+                process.stderr.close()
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGINT)  # an echo of the launcher, not a second request
             if again:
@@ -83,6 +90,34 @@ def test_a_rank_that_does_not_stop_is_ended(grace: float, again: bool) -> None:
                 assert process.poll() is None
                 process.send_signal(signal.SIGTERM)
             assert process.wait(30) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-            assert ("SIGTERM again" if again else "after the request") in process.stderr.read()
+            if reader:
+                assert ("SIGTERM again" if again else "after the request") in process.stderr.read()
         finally:
             process.kill()
+
+
+def group_limits() -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    from rlscale.cluster import device
+    from rlscale.cluster.mesh import Mesh, ParallelDims
+    from rlscale.config.schema import ParallelConfig
+    from rlscale.loop.stopping import Watch
+
+    dims = ParallelDims.of(ParallelConfig(tensor_model_parallel_size=2), dist.get_world_size())
+    before, device._timeout = device._timeout, timedelta(seconds=77)
+    try:
+        Mesh.forget()
+        mesh = Mesh.get(dims)
+        watch = Watch(grace_s=1)
+        groups = [mesh.tp_group, mesh.pp_group, mesh.dp_group, mesh.mp_group, mesh.embd_group, watch.control]
+        return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
+    finally:
+        device._timeout = before
+        Mesh.forget()
+
+
+def test_every_group_has_the_time_limit_of_the_run() -> None:
+    for limits in worlds.run(2, group_limits):
+        assert limits == [77.0] * 6

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -88,6 +90,17 @@ def test_the_display_of_a_terminal_shows_the_same_numbers() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     assert "3/40" in text and "[not markup]" in text
     assert "reward 0.500" in text.replace("\n", " ")
+
+
+def test_a_reader_that_is_gone_does_not_end_the_run() -> None:
+    """``... | tee log`` dies of the Ctrl-C that asks the run to save its state."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out, Progress(4, stream=out) as progress:
+        progress.step(1, STEP)
+        progress.message("x")
+        with contextlib.suppress(OSError):
+            out.close()
 
 
 def test_other_ranks_are_silent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlscale.config import Config, load
-from rlscale.observe.writers import METRICS, RunWriter, read_metrics
+from rlscale.observe.writers import METRICS, RunWriter, read_metrics, read_records
+from tests.disk import small_file_system
 
 
 @pytest.fixture
@@ -59,6 +61,20 @@ def test_a_resumed_run_drops_what_was_cut_off_or_is_later_than_its_state(config:
     writer.log(3, {"a": 30.0})
     writer.close()
     assert [r["a"] for r in read_metrics(tmp_path)] == [1.0, 2.0, 30.0]
+
+
+def test_a_step_that_was_not_yet_recorded_is_recorded_once(config: Config, tmp_path: Path) -> None:
+    """Its checkpoint was saved before its validation; a later attempt to go on may have recorded it."""
+    writer = RunWriter(config, tmp_path)
+    for step in (1, 2, 3):
+        writer.log(step, {"a": float(step)})
+        writer.rollouts(step, [{"step": step}])
+    writer.close()
+    writer = RunWriter(config, tmp_path, resume_step=2, recorded=1)
+    writer.log(2, {"a": 2.5})
+    writer.close()
+    assert [(r["step"], r["a"]) for r in read_records(tmp_path)] == [(1, 1.0), (2, 2.5)]
+    assert len(list(tmp_path.glob("rollouts/step_*.jsonl"))) == 2
 
 
 def test_a_new_run_moves_the_old_one_aside(config: Config, tmp_path: Path) -> None:
@@ -117,9 +133,35 @@ def test_a_folder_that_cannot_be_written_is_named(config: Config, tmp_path: Path
 
 def test_a_full_disk_is_an_error_that_names_the_file(config: Config, tmp_path: Path) -> None:
     writer = RunWriter(config, tmp_path)
-    writer._file = open("/dev/full", "w")
+    writer._file = open("/dev/full", "wb", buffering=0)
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/metrics.jsonl'"):
         writer.log(1, {"a": 1.0})
+    writer.close()
+
+
+def test_a_disk_that_is_full_for_a_while_loses_nothing(config: Config, tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "disk", 64 * 2**10) as disk:
+        writer = RunWriter(config, disk / "run")
+        ballast = disk / "ballast"
+
+        def fill() -> None:
+            with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+
+        made = []
+        writer.make_room = lambda: made.append(ballast.unlink())
+        metrics = {f"m{i}": float(i) for i in range(600)}
+        for step in (1, 2):
+            fill()
+            writer.log(step, metrics)
+            assert len(made) == 2 * step - 1
+            fill()
+            writer.rollouts(step, [{"text": "x" * 8000}])
+            assert len(made) == 2 * step
+        writer.close()
+        assert [record["step"] for record in read_records(disk / "run")] == [1, 2]
+        assert len((disk / "run/rollouts/step_000002.jsonl").read_text()) > 8000
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
