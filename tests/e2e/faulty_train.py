@@ -27,6 +27,7 @@ def strike(what: str) -> None:
         raise RuntimeError("a fault that was asked for")
     if what in ("hang", "wait"):
         time.sleep(3600 if what == "hang" else 2)
+        return
     if what == "kill-engine":
         kill_engine_that_samples()
         return
