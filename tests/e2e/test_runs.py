@@ -183,7 +183,7 @@ def test_ppo_with_a_critic_and_a_flawed_scorer(tmp_path: Path) -> None:
 
 def test_death_of_an_engine_ends_the_run(model: str, tmp_path: Path) -> None:
     settings = small(model, trainer__total_training_steps=1000, rollout__engine_restarts=0)
-    with Program(tmp_path / "run", settings) as program:
+    with Program(tmp_path / "run", settings, ranks=1) as program:
         program.wait_for_step(1, limit=120)
         engine = next(pid for pid, command in program.processes().items() if "EngineCore" in command)
         os.kill(engine, signal.SIGKILL)

@@ -21,7 +21,7 @@ from tests.tiny import tiny_model
 
 EXACT = 1e-5
 ALL = list(itertools.product(("llama", "qwen2", "qwen3"), (True, False), (1, 2)))
-CASES = ALL if os.environ.get("RLSCALE_ALL_CASES") else [("llama", True, 1), ("qwen3", False, 2)]
+CASES = ALL if os.environ.get("RLSCALE_ALL_CASES") else [("llama", True, 2)]
 
 
 def folder_of(arch: str, tied: bool, seed: int) -> str:
