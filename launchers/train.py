@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -53,6 +54,8 @@ def main(argv: list[str]) -> int:
     from rlscale.cluster.device import detect, follow_launcher, init_distributed, prepare_process
 
     follow_launcher()
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run watches for them itself
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         prepare_process(detect(cfg.trainer.device))
         device = init_distributed(cfg.trainer.device, cfg.trainer.collective_timeout_s, cfg.trainer.deterministic)
@@ -63,6 +66,9 @@ def main(argv: list[str]) -> int:
         return fail(str(error), rank, USAGE_ERROR)
     except KeyboardInterrupt:
         return fail("interrupted", rank, INTERRUPTED)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else RUN_ERROR
+        return fail("ended by a signal before the first step; nothing was changed", rank, code, every_rank=True)
     except Exception as error:
         if lost_contact(error):  # another rank has failed, and its message must come first
             time.sleep(3)

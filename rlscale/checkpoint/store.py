@@ -235,6 +235,9 @@ def read_record(path: Path) -> Record:
         raise Damaged(f"{path / MANIFEST}: its content has changed since it was written (checksum)")
     if known != FORMAT:
         raise ValueError(f"{path / MANIFEST}: format {known} is of another version of rlscale; this one reads {FORMAT}")
+    named = re.fullmatch(r"step_(\d+)", path.name)
+    if named and int(named[1]) != content["step"]:
+        raise Damaged(f"{path}: its {MANIFEST} is that of step {content['step']}, so the folder is a copy of another")
     files = {name: Entry(**entry) for name, entry in content["files"].items()}
     for name, entry in files.items():
         try:

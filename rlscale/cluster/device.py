@@ -207,7 +207,7 @@ def follow_launcher(interval_s: float = 1.0) -> None:
         while os.getppid() == launcher and _parent(launcher) == runner:
             time.sleep(interval_s)
         with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
-            print("error: the launcher has ended; so does this rank", file=sys.stderr, flush=True)
+            print("warning: the launcher has ended; so will this rank", file=sys.stderr, flush=True)
         on_launcher_end()
 
     threading.Thread(target=watch, daemon=True, name="follow-launcher").start()

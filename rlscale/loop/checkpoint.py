@@ -228,6 +228,7 @@ class Checkpoints:
     def __init__(self, cfg: Config, progress: Progress):
         t = cfg.trainer
         self.progress, self.tolerant = progress, t.continue_on_save_error
+        self.best = (t.keep_best or "").removeprefix("-")  # until something has been said about it
         retention = Retention(t.keep_last, t.keep_every, t.keep_best)
         self.saver = Saver(
             Store(folder_of(cfg)), retention, asynchronous=t.async_save, timeout_s=t.collective_timeout_s
@@ -242,6 +243,10 @@ class Checkpoints:
         started = time.monotonic()
         run.writer.flush()  # what the checkpoint says has happened is on the disk before the checkpoint is
         numbers = {name: float(value) for name, value in metrics.items() if math.isfinite(float(value))}
+        if self.best and self.best not in numbers:
+            lacks = f"WARNING: trainer.keep_best: step {step} has no metric {self.best}"
+            self.progress.message(f"{lacks}; a checkpoint without it is never the best")
+            self.best = ""
         content = Content(
             model_states(run.trained), run_state(run, step), {"random": random_states()}, {"metrics": numbers}
         )
@@ -255,14 +260,15 @@ class Checkpoints:
         """Save what a run that was asked to stop has reached, unless that is saved, or ``trainer.save_freq`` is -1.
 
         Returns:
-            whether this run saves anything.
+            whether there is a checkpoint to go on from.
         """
         self.wait()
         saved = _on_first(run.device, self.saver.store.steps)
         if run.cfg.trainer.save_freq >= 0 and run.step > max(saved, default=0):
             self.save(run, run.step, {})
             self.wait()
-        return run.cfg.trainer.save_freq >= 0
+            saved = _on_first(run.device, self.saver.store.steps)
+        return bool(saved)
 
     def wait(self) -> None:
         """Wait for an asynchronous save; errors as in `save`."""

@@ -245,7 +245,10 @@ def finish(run: Run) -> None:
     """Plots and the closing summary, on rank 0."""
     run.progress.close()
     run.writer.close()
-    if run.device.rank or "jsonl" not in run.cfg.trainer.logger:  # both are made from metrics.jsonl
+    if run.device.rank:
+        return
+    if "jsonl" not in run.cfg.trainer.logger:
+        print("no plots and no summary: they are made from metrics.jsonl, and trainer.logger has no jsonl", flush=True)
         return
     folder = Path(run.cfg.trainer.run_dir)
     if run.cfg.trainer.plots:

@@ -42,13 +42,20 @@ def train(cfg: Config, device: Device) -> str | None:
 
 
 def _until_stopped(run: Run) -> str | None:
+    began = run.step
     try:
         _steps(run)
     except Stopped as stop:
         saved = run.checkpoints.save_stopped(run)
         run.watch.settled()
-        what = "the same command with trainer.resume_mode=auto goes on" if saved else "nothing was saved (save_freq -1)"
-        run.progress.message(f"stopped: {stop}; {what}")
+        if stop.by_limit and run.step == began:  # to start it again and again would never get anywhere
+            raise RuntimeError(
+                f"{stop} before a step was finished, so the run would never go on; give it more"
+            ) from stop
+        what = f"nothing is saved ({'no step was finished' if run.step == 0 else 'trainer.save_freq -1'})"
+        run.progress.message(
+            f"stopped: {stop}; " + ("the same command with trainer.resume_mode=auto goes on" if saved else what)
+        )
         return str(stop)
     return None
 

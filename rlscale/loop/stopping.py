@@ -30,6 +30,7 @@ from rlscale.cluster import device
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_S = 1.5  # the same signal within this time is the same request
 POLL_S = 0.5
+LIMIT = "trainer.max_time"
 _instances = itertools.count()  # alike on all ranks, as construction is collective
 FIRST_WORD_S = 8.0  # for a failed rank to print its message (up to 5 s later) before the others end
 STALLED = re.compile(r"[Tt]imed? ?out|wait timeout")
@@ -37,6 +38,11 @@ STALLED = re.compile(r"[Tt]imed? ?out|wait timeout")
 
 class Stopped(Exception):
     """The run was asked to stop; raised on every rank at the same point."""
+
+    @property
+    def by_limit(self) -> bool:
+        """Whether ``trainer.max_time`` asked for it."""
+        return str(self).startswith(LIMIT)
 
 
 class Watch:
@@ -78,11 +84,11 @@ class Watch:
         threading.Thread(target=self._follow, daemon=True, name="watch").start()
 
     def close(self) -> None:
-        """Back to the signals' former handlers."""
+        """Back to the signals' former handlers; a run that has saved its state needs none any more."""
         self._closed.set()
         device.on_launcher_end = device.leave
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._settled else handler)
         if self._pipe[0] >= 0:
             signal.set_wakeup_fd(self._wakeup)
         self._handlers = {}
@@ -163,7 +169,7 @@ class Watch:
                     self._look()
             limit = self.max_time_s
             if self.rank == 0 and limit is not None and time.monotonic() - self.since > limit:
-                self.request(f"trainer.max_time of {limit:g} s is over")
+                self.request(f"{LIMIT} of {limit:g} s is over")
             with contextlib.suppress(Exception):
                 self._leave_the_failed()
             if self._deadline is not None and time.monotonic() > self._deadline[0]:

@@ -174,14 +174,18 @@ def read_records(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(run_dir) / METRICS
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a file of metrics records: {error}") from error
     records = []
     for number, line in enumerate(lines[:-1], 1):
         try:
             record = json.loads(line)
             records.append({**record, "step": int(record["step"])})
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number}: not a metrics record: {error}") from error
+            what = "it has no step" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path}, line {number}: not a metrics record: {what}") from error
     return records
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,15 @@ def test_missing_and_truncated_files_are_found_without_reading_them(tmp_path: Pa
     make(store, 2)
     whole, problems = store.complete()
     assert [record.step for record in whole] == [2] and "step_000001" in problems[0]
+
+
+def test_a_copy_under_another_step_is_no_checkpoint(tmp_path: Path) -> None:
+    path = make(Store(tmp_path), 1)
+    shutil.copytree(path, tmp_path / "step_000002")
+    with pytest.raises(Damaged, match=r"step_000002: its manifest.json is that of step 1"):
+        Store(tmp_path).open(2)
+    shutil.copytree(path, tmp_path / "kept")  # any other name will do
+    assert read_record(tmp_path / "kept").step == 1
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.program import launch, small
+from tests.e2e.program import Program, busy, launch, small
 from tests.tiny import tiny_model
 
 
@@ -32,3 +34,17 @@ def test_a_stalled_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert ended.status not in (0, 75) and not ended.left, ended.output
     assert "what the ranks are doing" in ended.output
     assert "rank 1: in update_actor of step 2 since" in ended.output
+
+
+def test_a_signal_while_engines_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Program(tmp_path / "run", small(tiny_model("qwen2", tied=False, layers=2))) as program:
+        deadline = time.monotonic() + 60 * busy()
+        while "starting 2 vLLM engine(s)" not in program.output and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(3)
+        ranks = [pid for pid, command in program.processes().items() if "train.py --local_rank=1" in command]
+        os.kill(ranks[0], signal.SIGTERM)
+        ended = program.wait(limit=30)
+    assert ended.status not in (0, 75) and not ended.left, ended.output
+    assert "error: rank 1: ended by a signal before the first step" in ended.output
+    assert "Traceback" not in ended.output

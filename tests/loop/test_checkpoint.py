@@ -189,7 +189,7 @@ def test_a_save_that_fails_ends_the_run_or_is_said(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, name, lambda *_: {})
     monkeypatch.setattr(module, "Saver", FullDisk)
     cfg, said, flushed = Config(), [], []
-    cfg.trainer.continue_on_save_error = tolerant
+    cfg.trainer.continue_on_save_error, cfg.trainer.keep_best = tolerant, "-val/loss"
     progress = SimpleNamespace(message=said.append, restart_clock=lambda: None)
     run = SimpleNamespace(writer=SimpleNamespace(flush=lambda: flushed.append(1)), trained={})
     checkpoints = module.Checkpoints(cfg, progress)
@@ -202,4 +202,7 @@ def test_a_save_that_fails_ends_the_run_or_is_said(monkeypatch: pytest.MonkeyPat
         else:
             with pytest.raises(SaveError, match="No space left"):
                 action()
-    assert flushed and bool(said) is tolerant
+    assert flushed and any("WARNING: checkpoint" in line for line in said) is tolerant
+    assert [line for line in said if "keep_best" in line] == [
+        "WARNING: trainer.keep_best: step 3 has no metric val/loss; a checkpoint without it is never the best"
+    ]

@@ -1,9 +1,50 @@
-"""What a run says before it starts."""
+"""What a run says before it starts, and when it is stopped."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from rlscale.config.schema import Config
+from rlscale.loop import rl
 from rlscale.loop.state import short_runs
+from rlscale.loop.stopping import Stopped
+
+
+@pytest.mark.parametrize(
+    "reason, steps, saved, said",
+    [
+        ("SIGTERM on rank 1", 1, True, "the same command with trainer.resume_mode=auto goes on"),
+        ("SIGTERM on rank 1", 0, False, "nothing is saved (no step was finished)"),
+        ("SIGTERM on rank 1", 1, False, "nothing is saved (trainer.save_freq -1)"),
+        ("trainer.max_time of 5 s is over", 1, True, "the same command with trainer.resume_mode=auto goes on"),
+        ("trainer.max_time of 5 s is over", 0, True, None),  # started again and again, it would never get anywhere
+    ],
+)
+def test_how_a_stop_ends(
+    reason: str, steps: int, saved: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    run: Any = SimpleNamespace(
+        step=0,
+        checkpoints=SimpleNamespace(save_stopped=lambda _: saved),
+        watch=SimpleNamespace(settled=lambda: None),
+        progress=SimpleNamespace(message=lines.append),
+    )
+
+    def stop(run: Any) -> None:
+        run.step += steps
+        raise Stopped(reason)
+
+    monkeypatch.setattr(rl, "_steps", stop)
+    if said is None:
+        with pytest.raises(RuntimeError, match="max_time of 5 s is over before a step was finished"):
+            rl._until_stopped(run)
+    else:
+        assert rl._until_stopped(run) == reason
+        assert lines == [f"stopped: {reason}; {said}"]
 
 
 def test_a_warm_up_that_outlasts_the_run_is_said() -> None:
