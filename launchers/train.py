@@ -100,11 +100,11 @@ def fail(message: str, rank: int, code: int, every_rank: bool = False) -> int:
     The launcher ends all ranks as soon as one has failed. An error that all ranks have found alike is told by the first
     rank, and the others give it the time to.
     """
+    from rlscale.cluster.device import say
+
     if rank and not every_rank:
         time.sleep(5)
-    with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
-        print(f"error: rank {rank}: {message}" if rank or every_rank else f"error: {message}", file=sys.stderr)
-        sys.stderr.flush()
+    say(f"error: rank {rank}: {message}" if rank or every_rank else f"error: {message}")
     return code
 
 

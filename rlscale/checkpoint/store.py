@@ -28,6 +28,7 @@ from typing import Any
 
 from rlscale.checkpoint.checksum import Checksum, checksum
 
+NAME = re.compile(r"step_(\d+)")  # of a checkpoint's folder
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the files of a checkpoint; another number is refused
 PARTIAL, DELETED, DAMAGED, ABANDONED = ".partial", ".deleted", ".damaged", ".abandoned"
@@ -119,7 +120,7 @@ class Store:
     def steps(self) -> list[int]:
         """Steps of all checkpoints, whole or not, ascending."""
         names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
-        return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d+)", name)))
+        return sorted(int(match[1]) for name in names if (match := NAME.fullmatch(name)))
 
     # ---- writing
 
@@ -181,7 +182,7 @@ class Store:
         """
         removed = []
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
-            match = re.fullmatch(rf"step_(\d+)({re.escape(PARTIAL)}|{re.escape(DELETED)})", path.name)
+            match = re.fullmatch(rf"{NAME.pattern}({re.escape(PARTIAL)}|{re.escape(DELETED)})", path.name)
             if match is None or (match[2] == PARTIAL and self._name(path, self.path(int(match[1])))):
                 continue
             shutil.rmtree(path)
@@ -235,7 +236,7 @@ def read_record(path: Path) -> Record:
         raise Damaged(f"{path / MANIFEST}: its content has changed since it was written (checksum)")
     if known != FORMAT:
         raise ValueError(f"{path / MANIFEST}: format {known} is of another version of rlscale; this one reads {FORMAT}")
-    named = re.fullmatch(r"step_(\d+)", path.name)
+    named = NAME.fullmatch(path.name)
     if named and int(named[1]) != content["step"]:
         raise Damaged(f"{path}: its {MANIFEST} is that of step {content['step']}, so the folder is a copy of another")
     files = {name: Entry(**entry) for name, entry in content["files"].items()}

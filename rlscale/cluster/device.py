@@ -183,6 +183,12 @@ def quiet_libraries() -> None:
     bf16.see_memory_usage = lambda *_, **__: None  # prints at every construction, whatever the level
 
 
+def say(text: str) -> None:
+    """A line on standard error. That nobody reads it any more (``| tee`` has ended) keeps nothing from going on."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def leave() -> None:
     """End this process at once, as after a SIGTERM."""
     os._exit(143)
@@ -206,8 +212,7 @@ def follow_launcher(interval_s: float = 1.0) -> None:
     def watch() -> None:
         while os.getppid() == launcher and _parent(launcher) == runner:
             time.sleep(interval_s)
-        with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
-            print("warning: the launcher has ended; so will this rank", file=sys.stderr, flush=True)
+        say("warning: the launcher has ended; so will this rank")
         on_launcher_end()
 
     threading.Thread(target=watch, daemon=True, name="follow-launcher").start()

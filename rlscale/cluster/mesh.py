@@ -117,20 +117,21 @@ class Mesh:
         return list(seen.values())
 
     def _group(self, *varying: str) -> Any:
-        mine = None
-        for line in self._lines(*varying):  # every rank creates every group, in the same order
-            group = new_group(line)
-            if self.rank in line:
-                mine = group
-        return mine
+        return self._mine(self._lines(*varying))
 
     def _ends(self) -> Any:
         """First and last pipeline stage: the two holders of a tied embedding."""
+        return self._mine([sorted({line[0], line[-1]}) for line in self._lines("pp")])
+
+    def _solo(self) -> Any:
+        return self._mine([[rank] for rank in range(self.dims.world)])
+
+    def _mine(self, lines: list[list[int]]) -> Any:
+        """A group for each of these lists of ranks; returns the one that this rank is in, None if it is in none."""
         mine = None
-        for line in self._lines("pp"):
-            ends = sorted({line[0], line[-1]})
-            group = new_group(ends)
-            if self.rank in ends:
+        for line in lines:  # every rank creates every group, in the same order
+            group = new_group(line)
+            if self.rank in line:
                 mine = group
         return mine
 
@@ -164,10 +165,6 @@ class Mesh:
             embd=self.embd_group,
             pos_embd=solo,
         )
-
-    def _solo(self) -> Any:
-        groups = [new_group([rank]) for rank in range(self.dims.world)]
-        return groups[self.rank]
 
     def mpu(self) -> type:
         """The groups in the form in which DeepSpeed takes them (`mpu` of deepspeed.initialize)."""

@@ -95,28 +95,30 @@ def batching(part: ActorConfig | CriticConfig, actor: ActorConfig) -> Batching:
     )
 
 
-def optimizer_steps(cfg: Config, steps: int, mini_batch: int, epochs: int) -> int:
-    return steps * epochs * math.ceil(cfg.data.train_batch_size / mini_batch)
+def optimizer_steps(cfg: Config, steps: int) -> dict[str, int]:
+    """Optimizer steps of a run of so many steps, by role; the critic's sizes are the actor's where it has none."""
+
+    def count(mini_batch: int, epochs: int) -> int:
+        return steps * epochs * math.ceil(cfg.data.train_batch_size / mini_batch)
+
+    actor, critic = cfg.actor, cfg.critic
+    counts = {"actor": count(actor.ppo_mini_batch_size, actor.ppo_epochs)}
+    if uses_critic(cfg):
+        counts["critic"] = count(
+            critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, critic.ppo_epochs or actor.ppo_epochs
+        )
+    return counts
 
 
 def short_runs(cfg: Config, steps: int) -> list[str]:
     """What to say about learning rates that a run of so many steps never reaches."""
-    updates = {"actor": optimizer_steps(cfg, steps, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs)}
-    if uses_critic(cfg):
-        updates["critic"] = optimizer_steps(cfg, steps, *critic_passes(cfg))
     optim = {"actor": cfg.actor.optim, "critic": cfg.critic.optim}
     return [
         f"{role}.optim: the warm-up of {warmup_steps(optim[role], count)} optimizer steps is longer than the run "
         f"({count}); the learning rate never reaches {optim[role].lr:g}"
-        for role, count in updates.items()
+        for role, count in optimizer_steps(cfg, steps).items()
         if warmup_steps(optim[role], count) > count
     ]
-
-
-def critic_passes(cfg: Config) -> tuple[int, int]:
-    """Prompts of a mini-batch of the critic, and passes over each batch: the actor's where it has none of its own."""
-    mini = cfg.critic.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
-    return mini, cfg.critic.ppo_epochs or cfg.actor.ppo_epochs
 
 
 def build(cfg: Config, device: Device) -> Run:
@@ -168,10 +170,10 @@ def build(cfg: Config, device: Device) -> Run:
             writer=writer,
             progress=progress,
             kl_controller=kl_controller(cfg),
-            checkpoints=(checkpoints := Checkpoints(cfg, progress)),
+            checkpoints=Checkpoints(cfg, progress),
             watch=watch,
         )
-        writer.make_room = checkpoints.wait
+        writer.make_room = run.checkpoints.wait
         if resume is not None:
             restore(run, resume)
     except BaseException:
@@ -214,11 +216,11 @@ def _models(cfg: Config, spec: ModelSpec, device: Device, steps: int) -> tuple[E
     common: dict[str, Any] = dict(device=device, dtype=DTYPES[cfg.model.dtype], seed=cfg.trainer.seed)
     policy = dict(temperature=cfg.rollout.temperature, **common)
     cut = batching(cfg.actor, cfg.actor)
-    updates = optimizer_steps(cfg, steps, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs)
+    updates = optimizer_steps(cfg, steps)
     path, layout = cfg.model.path, cfg.actor.parallel
-    actor = Engine("actor", spec, path, layout, cfg.actor.optim, cut, total_steps=updates, **policy)
+    actor = Engine("actor", spec, path, layout, cfg.actor.optim, cut, total_steps=updates["actor"], **policy)
     reference = Engine("reference", spec, path, layout, None, cut, **policy) if uses_reference(cfg) else None
-    critic = _critic(cfg, spec, steps, common) if uses_critic(cfg) else None
+    critic = _critic(cfg, spec, updates["critic"], common) if uses_critic(cfg) else None
     for engine in (actor, reference, critic):
         if engine is not None:
             engine.rest()
@@ -230,7 +232,7 @@ def is_leader(cfg: Config, device: Device) -> bool:
     return device.rank % cfg.rollout.tensor_model_parallel_size == 0
 
 
-def _critic(cfg: Config, spec: ModelSpec, steps: int, common: dict[str, Any]) -> Engine:
+def _critic(cfg: Config, spec: ModelSpec, updates: int, common: dict[str, Any]) -> Engine:
     path = cfg.critic.path or cfg.model.path
     own = ModelSpec.from_hf(path) if cfg.critic.path else spec
     return Engine(
@@ -240,7 +242,7 @@ def _critic(cfg: Config, spec: ModelSpec, steps: int, common: dict[str, Any]) ->
         cfg.critic.parallel,
         cfg.critic.optim,
         batching(cfg.critic, cfg.actor),
-        total_steps=optimizer_steps(cfg, steps, *critic_passes(cfg)),
+        total_steps=updates,
         **common,
     )
 

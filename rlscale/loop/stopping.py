@@ -17,7 +17,6 @@ import os
 import re
 import select
 import signal
-import sys
 import threading
 import time
 from typing import Any
@@ -200,10 +199,5 @@ class Watch:
     def _end(self, why: str, code: int) -> None:
         if self._closed.is_set():
             return
-        with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
-            print(
-                f"error: rank {self.rank}: {why}; this rank ends, the last checkpoint stands",
-                file=sys.stderr,
-                flush=True,
-            )
+        device.say(f"error: rank {self.rank}: {why}; this rank ends, the last checkpoint stands")
         os._exit(code)

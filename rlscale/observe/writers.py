@@ -115,13 +115,13 @@ class RunWriter:
         return path
 
     def _attempt(self, path: Path, write: Callable[[], Any]) -> None:
-        try:
-            write()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            self.make_room()
-            with _named(path):
+        with _named(path):
+            try:
+                write()
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self.make_room()
                 write()
 
     def flush(self) -> None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import itertools
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -24,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from rlscale.batch.types import Trajectory
+from rlscale.cluster.device import say
 from rlscale.config.schema import Config
 from rlscale.reshard import verify
 from rlscale.reshard.layout import Layout
@@ -332,8 +331,7 @@ class Rollout:
         if not any(lost for lost, _ in leaders) or self.restarts >= self.cfg.rollout.engine_restarts:
             raise error
         if self.device.rank == 0:
-            with contextlib.suppress(OSError, ValueError):
-                print(f"warning: {error}; starting a new engine", file=sys.stderr, flush=True)
+            say(f"warning: {error}; starting a new engine")
         self.restart()
         return True
 

@@ -69,15 +69,13 @@ class EngineHost:
             self.loop.run_until_complete(self._warm_up())
             self.shared = set().union(*map(_shared_files, self._family())) - _shared_files(os.getpid())
         except BaseException as error:
-            if not isinstance(error, Exception):  # a signal
-                self.processes = [p for p in multiprocessing.active_children() if p not in before]
-                self.close()
-                raise
             limit = self.cfg.rollout.start_timeout_s
             late = time.monotonic() - started >= limit
             reason = f"not ready after rollout.start_timeout_s = {limit:g} s" if late else self._reason(error)
             self.processes = [p for p in multiprocessing.active_children() if p not in before]
             self.close()
+            if not isinstance(error, Exception):  # a signal
+                raise
             raise RuntimeError(
                 f"rank {self.device.rank}: vLLM cannot start: {reason} (log: {self.log}; its settings are those of "
                 "rollout, rollout.engine_args among them)"
