@@ -32,7 +32,7 @@ from rlscale.cluster.device import free_port
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard.layout import Layout, Piece, whole
 from rlscale.reshard.megatron import hf_shapes
-from rlscale.reshard.zero import Fragment, zero_layout
+from rlscale.reshard.zero_layout import Fragment, zero_layout
 
 PIECE = 8 * 2**20
 

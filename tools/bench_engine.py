@@ -282,7 +282,7 @@ def count_tensors(passes: Passes, engine: Any) -> dict[str, Any]:
     from rlscale.observe.tensor_memory import TensorMemory
 
     counter = TensorMemory(*engine.stage.parameters())
-    drive, optimizer = engine._run, engine.engine.optimizer
+    drive, optimizer = engine._run, engine.optimizer.deepspeed.optimizer
     make_buckets = optimizer.setup_buckets  # of a fixed size, in which gradients travel: not activations
 
     def uncounted() -> None:

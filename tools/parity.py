@@ -43,8 +43,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a checkout that was never installed
 
+from rlscale.config.layouts import refusals  # noqa: E402
 from rlscale.config.schema import OptimConfig, ParallelConfig  # noqa: E402
-from rlscale.train.support import refusals  # noqa: E402
 
 # bf16 against a single process in fp32: rounding of weights, activations and gradients, which gross errors exceed
 BOUNDS = {"float32": 1e-5, "bfloat16": 1e-1}
@@ -245,7 +245,7 @@ def outputs(model: Any, batch: Any) -> Any:
     """Log-probs and entropies, or values, of all response tokens, one document at a time without any packing."""
     import torch
 
-    from rlscale.train.engine import ModelOut
+    from rlscale.batch.types import ModelOut
 
     columns: list[list[Any]] = [[], []]
     for row in range(batch.num_samples):

@@ -32,7 +32,7 @@ from rlscale.checkpoint.store import ABANDONED, read_record
 from rlscale.config import to_dict
 from rlscale.config.schema import Config
 from rlscale.observe.progress import Progress
-from rlscale.train import zero
+from rlscale.reshard.layout import Layout
 from rlscale.train.engine import Engine
 
 if TYPE_CHECKING:
@@ -287,16 +287,7 @@ class Checkpoints:
 
 def model_states(engines: Mapping[str, Engine]) -> dict[str, State]:
     """``<role>/<state>`` of the models that are trained. Collective."""
-    return {f"{role}/{name}": held for role, engine in engines.items() for name, held in zero.states(engine).items()}
-
-
-def engine_state(engine: Engine) -> dict[str, int]:
-    """Counters of an engine, beside its tensors."""
-    return {
-        "steps": engine.steps,
-        "adam_step": zero.optimizer_step(engine),
-        "skipped_in_a_row": engine.skipped_in_a_row,
-    }
+    return {f"{role}/{name}": held for role, engine in engines.items() for name, held in engine.state().items()}
 
 
 def run_state(run: Run, step: int) -> dict[str, Any]:
@@ -310,7 +301,7 @@ def run_state(run: Run, step: int) -> dict[str, Any]:
         "kl_controller": run.kl_controller.state_dict(),
         "tokens_seen": run.tokens_seen,
         "rollout": {"restarts": run.rollout.restarts, "resampled": run.rollout.resampled},
-        "engines": {role: engine_state(engine) for role, engine in run.trained.items()},
+        "engines": {role: engine.counters() for role, engine in run.trained.items()},
         "config": config,
         "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
     }
@@ -372,7 +363,7 @@ def restore(run: Run, resume: Resume) -> None:
     state, shards = resume.state, Shards(resume.record)
     for role, engine in run.trained.items():
         load_engine(shards, role, engine, state["engines"].get(role))
-        engine.rest(parameters=False)
+        engine.release_device(parameters=False)
     run.kl_controller.load_state_dict(state["kl_controller"])
     run.tokens_seen, run.step = state["tokens_seen"], resume.step
     lost = state.get("rollout", {})
@@ -391,7 +382,8 @@ def load_engine(shards: Shards, role: str, engine: Engine, counters: Mapping[str
         ValueError: the checkpoint does not hold this model.
     """
     path = shards.record.path
-    for name, (layout, buffers) in zero.states(engine).items():
+
+    def read(name: str, layout: Layout, buffers: dict[str, torch.Tensor]) -> None:
         if counters is None or f"{role}/{name}" not in shards.states:
             raise ValueError(f"{path} holds no {role} (algorithm.adv_estimator), so this run cannot continue from it")
         saved = shards.layout(f"{role}/{name}").shapes
@@ -399,7 +391,5 @@ def load_engine(shards: Shards, role: str, engine: Engine, counters: Mapping[str
             if saved.get(tensor) != shape:
                 raise ValueError(f"{path}: {role} has {tensor} {saved.get(tensor)}, this run needs {shape}")
         shards.read(f"{role}/{name}", layout.of_rank(engine.device.rank), buffers)
-    assert counters is not None
-    zero.set_optimizer_step(engine, counters["adam_step"])
-    engine.steps, engine.skipped_in_a_row = counters["steps"], counters["skipped_in_a_row"]
-    zero.after_load(engine)
+
+    engine.load_state(read, counters or {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from rlscale.algo.advantages import estimate_advantages
 from rlscale.algo.policy_loss import PREPARE
 from rlscale.algo.reward_shaping import kl_in_reward
 from rlscale.algo.value_loss import actor_trains
+from rlscale.batch.minibatch import mini_batches, num_mini_batches
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.cluster.device import Device
@@ -120,7 +120,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         position = run.train.state_dict()
         prompts = run.train.next_batch()
         with timers("gen"):
-            run.rest()  # what saving has brought back to the device
+            run.release_device()  # what saving has brought back to the device
             mine = run.rollout.generate(prompts, train_sampling(cfg, step), run.pool)
             _give_up_if_asked(run, position)
             trajectories = exchange(mine, len(prompts) * cfg.rollout.n)
@@ -137,16 +137,16 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         if run.critic is not None:
             with timers("update_critic"):
                 metrics.update(update_critic(run, batch, step))
-                run.critic.rest()
+                run.critic.release_device()
         trained = actor_trains(step, cfg.trainer.critic_warmup)
         if trained:
             with timers("update_actor"):
                 metrics.update(update_actor(run, batch, step))
         if trained or run.rollout.asleep:  # engines that sleep have dropped their weights
             with timers("sync"):
-                run.actor.rest(parameters=False)
+                run.actor.release_device(parameters=False)
                 metrics.update(run.rollout.sync(run.actor.layout, run.actor.tensors()))
-        run.rest()
+        run.release_device()
     report.rollouts(run, step, trajectories, batch)
     if run.rollout.restarts:
         metrics |= {"rollout/engine_restarts": run.rollout.restarts, "rollout/resampled": run.rollout.resampled}
@@ -193,7 +193,7 @@ def _log_probs(run: Run, batch: PackedBatch, step: int, timers: Timers) -> dict[
     cfg = run.cfg
     freq = cfg.rollout.logprob_check_freq
     check = freq >= 0 and (step == 1 or _due(step, freq))
-    several = len(list(mini_batches(run, batch, step))) > 1
+    several = num_mini_batches(batch.num_prompts, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs) > 1
     needed = several or cfg.algorithm.use_kl_in_reward or cfg.actor.policy_loss in PREPARE.names()
     metrics: dict[str, float] = {}
     if needed or check:
@@ -205,7 +205,7 @@ def _log_probs(run: Run, batch: PackedBatch, step: int, timers: Timers) -> dict[
     if run.reference is not None:
         with timers("ref"):
             batch.ref_logprobs, _ = run.reference.logprobs(batch)
-            run.reference.rest()
+            run.reference.release_device()
     return metrics
 
 
@@ -257,28 +257,12 @@ def rewards_at_last_token(batch: PackedBatch) -> torch.Tensor:
     return rewards
 
 
-def mini_batches(
-    run: Run, batch: PackedBatch, step: int, size: int | None = None, epochs: int | None = None
-) -> Iterator[Any]:
-    """Rows of each mini-batch, epoch after epoch: whole groups, reshuffled from the second epoch on (seed and step)."""
-    actor = run.cfg.actor
-    groups = batch.prompt_cu_seqlens.numel() - 1
-    size, order = size or actor.ppo_mini_batch_size, torch.arange(groups)
-    rows = torch.arange(batch.num_samples)
-    for epoch in range(epochs or actor.ppo_epochs):
-        if epoch and actor.shuffle:
-            order = torch.randperm(
-                groups, generator=torch.Generator().manual_seed(hash((run.cfg.trainer.seed, step, epoch)))
-            )
-        for chunk in order.split(size):
-            yield rows[torch.isin(batch.group, chunk)]
-
-
 def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     """Optimizer steps of the policy over the mini-batches."""
     actor = run.cfg.actor
     records = []
-    for rows in mini_batches(run, batch, step):
+    seed = (run.cfg.trainer.seed, step) if actor.shuffle else None
+    for rows in mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs, seed):
         mini = batch.select(rows)
         mini.weights = loss_weights(
             mini.mask,
@@ -295,10 +279,11 @@ def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
 
 def update_critic(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     """Optimizer steps of the value model over its mini-batches."""
-    cfg = run.cfg.critic
+    cfg, actor = run.cfg.critic, run.cfg.actor
     assert run.critic is not None
     records = []
-    for rows in mini_batches(run, batch, step, cfg.ppo_mini_batch_size, cfg.ppo_epochs):
+    size, epochs = cfg.ppo_mini_batch_size or actor.ppo_mini_batch_size, cfg.ppo_epochs or actor.ppo_epochs
+    for rows in mini_batches(batch, size, epochs, (run.cfg.trainer.seed, step) if actor.shuffle else None):
         mini = batch.select(rows)
         mini.weights = loss_weights(
             mini.mask, mini.cu_seqlens, cfg.loss_agg_mode, scale_factor=float(run.cfg.data.max_response_length)

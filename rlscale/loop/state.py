@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from rlscale.algo.kl import FixedKL, make_controller
+from rlscale.batch.minibatch import num_mini_batches
 from rlscale.cluster.device import Device
 from rlscale.config.schema import ActorConfig, Config, CriticConfig
 from rlscale.config.validate import uses_critic, uses_reference
@@ -55,11 +55,11 @@ class Run:
     resumed: bool = False
     tokens_seen: int = 0
 
-    def rest(self) -> None:
+    def release_device(self) -> None:
         """Leave the device to vLLM, as far as the engines' ``parallel.*_offload`` ask for it."""
         for engine in (self.actor, self.reference, self.critic):
             if engine is not None:
-                engine.rest()
+                engine.release_device()
 
     @property
     def trained(self) -> dict[str, Engine]:
@@ -97,16 +97,12 @@ def batching(part: ActorConfig | CriticConfig, actor: ActorConfig) -> Batching:
 
 def optimizer_steps(cfg: Config, steps: int) -> dict[str, int]:
     """Optimizer steps of a run of so many steps, by role; the critic's sizes are the actor's where it has none."""
-
-    def count(mini_batch: int, epochs: int) -> int:
-        return steps * epochs * math.ceil(cfg.data.train_batch_size / mini_batch)
-
-    actor, critic = cfg.actor, cfg.critic
-    counts = {"actor": count(actor.ppo_mini_batch_size, actor.ppo_epochs)}
+    actor, critic, prompts = cfg.actor, cfg.critic, cfg.data.train_batch_size
+    size, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
+    counts = {"actor": steps * num_mini_batches(prompts, size, epochs)}
     if uses_critic(cfg):
-        counts["critic"] = count(
-            critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, critic.ppo_epochs or actor.ppo_epochs
-        )
+        size, epochs = critic.ppo_mini_batch_size or size, critic.ppo_epochs or epochs
+        counts["critic"] = steps * num_mini_batches(prompts, size, epochs)
     return counts
 
 
@@ -223,7 +219,7 @@ def _models(cfg: Config, spec: ModelSpec, device: Device, steps: int) -> tuple[E
     critic = _critic(cfg, spec, updates["critic"], common) if uses_critic(cfg) else None
     for engine in (actor, reference, critic):
         if engine is not None:
-            engine.rest()
+            engine.release_device()
     return actor, reference, critic
 
 

@@ -38,7 +38,7 @@ class Model:
     def tensors(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def rest(self, *, parameters: bool = True) -> None:
+    def release_device(self, *, parameters: bool = True) -> None:
         self.log.append(f"{self.name} rests" if parameters else f"{self.name} keeps weights")
 
 

@@ -13,7 +13,7 @@ from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, KLControlConfig
 from rlscale.loop import report
 from rlscale.loop.objectives import actor_loss, contributing_rows
-from rlscale.loop.rl import advantages, exchange, mini_batches, rewards_at_last_token
+from rlscale.loop.rl import advantages, exchange, rewards_at_last_token
 from rlscale.loop.state import kl_controller
 from tests.train.reference import random_batch
 
@@ -40,21 +40,6 @@ def test_a_prompt_has_one_text() -> None:
     other.prompt_ids = [5, 7]
     with pytest.raises(ValueError, match="prompt 0"):
         pack([trajectory(0, 0, [1], 0.0), other])
-
-
-@pytest.mark.parametrize("size, epochs", [(1, 1), (2, 3), (4, 2)])
-def test_every_row_is_in_one_mini_batch_of_each_epoch(size: int, epochs: int) -> None:
-    batch = random_batch(groups=4, n=3)
-    run: Any = SimpleNamespace(cfg=Config(actor=ActorConfig(ppo_mini_batch_size=size, ppo_epochs=epochs)))
-    rows = list(mini_batches(run, batch, step=3))
-    assert len(rows) == epochs * 4 // size
-    for epoch in range(epochs):
-        of_epoch = torch.cat(rows[epoch * 4 // size : (epoch + 1) * 4 // size])
-        assert sorted(of_epoch.tolist()) == list(range(12))
-    for part in rows:  # groups stay whole
-        assert all((batch.group[part] == g).sum() in (0, 3) for g in range(4))
-    again = list(mini_batches(run, batch, step=3))
-    assert all(torch.equal(a, b) for a, b in zip(rows, again, strict=True))
 
 
 def gradient(cfg: ActorConfig, mini: PackedBatch, rows: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:

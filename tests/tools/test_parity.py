@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_is_refused_with_its_option(
 
 
 def test_the_world_must_be_divisible() -> None:
-    from rlscale.train.support import refusals
+    from rlscale.config.layouts import refusals
 
     [refusal] = refusals("actor", Case(tp=2, ulysses=2).parallel, 6, parity.spec_of(Case()))
     assert "4 does not divide the 6 processes" in refusal.message

@@ -121,7 +121,7 @@ def run_engine(
     elif mutation == "loss-scale":
         engine._loss_scale = lambda micro_batches: 1
     elif mutation == "tied-sum":
-        engine._reduce_tied = lambda: None
+        engine.optimizer.reduce_tied = lambda: None
     before, entropy = engine.logprobs(batch, entropy=True)
     metrics = [engine.update(batch, policy_gradient) for _ in range(steps)]
     after, _ = engine.logprobs(batch)

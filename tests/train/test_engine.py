@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tests import worlds
-from tests.train.reference import OPTIM, check, policy_gradient  # noqa: F401 (where other tests look for them)
 from tools import parity
 from tools.parity import Case
 
@@ -186,7 +185,7 @@ def _marks() -> tuple[Any, AbstractContextManager[Any]]:
 
 def _tied_sum() -> tuple[Any, AbstractContextManager[Any]]:
     def prepare(engine: Any) -> None:
-        engine._reduce_tied = lambda: None
+        engine.optimizer.reduce_tied = lambda: None
 
     return prepare, nullcontext()
 
