@@ -297,7 +297,7 @@ class AlgorithmConfig:
 
 @dataclass
 class Config:
-    task: str = opt("rl", "what to run", choices=("rl",))
+    task: str = opt("rl", "what to run, by its name in rlscale.loop.tasks")
     trainer: TrainerConfig = opt(TrainerConfig, "the run")
     data: DataConfig = opt(DataConfig, "prompts")
     model: ModelConfig = opt(ModelConfig, "the policy's start")

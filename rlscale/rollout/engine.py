@@ -56,7 +56,17 @@ class Rollout:
         tokenizer: decodes responses; without one, and without a pool, their texts are empty.
     """
 
-    def __init__(self, cfg: Config, device: Device, run_dir: str | Path, eos_ids: list[int], tokenizer: Any = None):
+    def __init__(
+        self,
+        cfg: Config,
+        device: Device,
+        run_dir: str | Path,
+        eos_ids: list[int],
+        tokenizer: Any = None,
+        *,
+        weights: Callable[[], Weights] | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ):
         self.cfg, self.device, self.eos_ids, self.tokenizer = cfg, device, list(eos_ids), tokenizer
         self.tp = cfg.rollout.tensor_model_parallel_size
         self.is_leader = device.rank % self.tp == 0
@@ -70,9 +80,9 @@ class Rollout:
         self.buckets: Buckets | None = None
         self.source: Layout | None = None
         self.updated = False  # the engines have other weights than those of ``model.path``
-        self.weights: Callable[[], Weights] | None = None  # those of the last update, for an engine that is replaced
+        self.weights = weights  # those of the last update, for an engine that is replaced
         self.restarts = self.resampled = 0  # engines replaced in this run, and samples that were lost with them
-        self.interrupted: Callable[[], bool] = lambda: False  # whether generation should be broken off
+        self.interrupted = interrupted or (lambda: False)  # whether generation should be broken off
         self.control: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
         self.counter: Counter = LocalCounter()

@@ -1,0 +1,172 @@
+"""Before a run starts: read and check its configuration with the models' shapes, and say where everything will be
+placed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rlscale.cluster.device import detect
+from rlscale.cluster.mesh import ParallelDims
+from rlscale.config import ConfigError, read
+from rlscale.config.load import unrelated
+from rlscale.config.schema import Config, ParallelConfig
+from rlscale.config.validate import find_violations, uses_critic, uses_reference
+from rlscale.loop.tasks import TASKS
+from rlscale.model.arch import ModelSpec
+
+# estimators whose further inputs (a greedy response, reward components, sums over the vocabulary) no step
+# provides yet
+NEED_MORE = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
+
+
+class Checked(NamedTuple):
+    """A configuration without contradictions, with what was read to check it.
+
+    Attributes:
+        spec: shapes of the policy.
+        critic_spec: shapes of a critic that starts from ``critic.path``; None: it has the policy's.
+        kind: of the devices, cpu or cuda.
+    """
+
+    cfg: Config
+    spec: ModelSpec
+    critic_spec: ModelSpec | None
+    kind: str
+
+
+def configure(path: str, overrides: list[str], world: int) -> Checked:
+    """The checked configuration, the shapes of its models and the kind of its devices.
+
+    Raises:
+        ConfigError: everything that is wrong, reported together; what a model contradicts once it can be read.
+    """
+    cfg, misread = read(path, overrides)
+    spec = critic_spec = None
+    kind, unreadable = "cpu", {}
+    if not misread:
+        try:
+            kind = detect(cfg.trainer.device)
+        except ValueError as error:
+            unreadable["trainer.device"] = str(error)
+        try:
+            spec = ModelSpec.from_hf(cfg.model.path)
+        except (ValueError, OSError) as error:
+            unreadable["model.path"] = f"model.path: {error}"
+        if uses_critic(cfg) and cfg.critic.path is not None:
+            try:
+                critic_spec = ModelSpec.from_hf(cfg.critic.path).as_critic()
+            except (ValueError, OSError) as error:
+                unreadable["critic.path"] = f"critic.path: {error}"
+    found = find_violations(cfg, world, spec=spec, critic_spec=critic_spec, registries=_registries())
+    lines = [v.message for v in [*misread, *unrelated(found, misread)]]
+    named = {key for violation in found for key in violation.keys}
+    lines += [message for key, message in unreadable.items() if key not in named]
+    if spec is not None and "trainer.device" not in unreadable:
+        lines += _limits(cfg, spec, kind)
+    if lines:
+        raise ConfigError(lines)
+    assert spec is not None
+    return Checked(cfg, spec, critic_spec, kind)
+
+
+def _registries() -> dict[str, list[str]]:
+    from rlscale.algo.advantages import ADVANTAGES
+    from rlscale.algo.kl import names as kl_names
+    from rlscale.algo.policy_loss import POLICY_LOSSES
+
+    return {
+        "task": list(TASKS),
+        "algorithm.adv_estimator": [name for name in ADVANTAGES.names() if name not in NEED_MORE],
+        "algorithm.kl_penalty": kl_names(),
+        "actor.kl_loss_type": kl_names(),
+        "actor.policy_loss": POLICY_LOSSES.names(),
+    }
+
+
+def _limits(cfg: Config, spec: ModelSpec, kind: str) -> list[str]:
+    """What the model's attention, and the engines, do not support."""
+    found = []
+    window = spec.sliding_window
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    if window is not None and window < longest:
+        found.append(
+            f"model.path: the model attends to a window of {window} tokens, which is not supported where "
+            f"data.max_prompt_length + data.max_response_length = {longest} exceeds it"
+        )
+    found += spec.rollout_violations(cfg.rollout.tensor_model_parallel_size, kind)
+    return found + (_cache_too_small(cfg, spec) if kind == "cpu" else [])
+
+
+def _cache_too_small(cfg: Config, spec: ModelSpec) -> list[str]:
+    """On a CPU, where the size of the key-value cache is configured, one response must fit in."""
+    width = 4 if (cfg.rollout.dtype or cfg.model.dtype) == "float32" else 2
+    token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * width / cfg.rollout.tensor_model_parallel_size
+    longest = -(-(cfg.data.max_prompt_length + cfg.data.max_response_length) // 32) * 32 + 32  # in vLLM's blocks
+    need = longest * token / 2**30
+    if cfg.rollout.kv_cache_memory_gb >= need:
+        return []
+    return [
+        f"rollout.kv_cache_memory_gb: {cfg.rollout.kv_cache_memory_gb:g} GiB do not hold one response of "
+        f"data.max_prompt_length + data.max_response_length tokens, which needs {need:.4f}; all rollout.max_num_seqs "
+        f"need {need * cfg.rollout.max_num_seqs:.2f}"
+    ]
+
+
+def describe(checked: Checked, world: int) -> str:
+    """Sizes and the placement of every rank, as text for --dry-run."""
+    cfg, spec = checked.cfg, checked.spec
+    n = cfg.rollout.n
+    actor, prompts = cfg.actor, cfg.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    size = f"{parameters(spec) / 1e6:.1f} M parameters"
+    heads = f"{spec.heads} heads, {spec.kv_heads} key-value heads"
+    lines = [
+        f"model      {cfg.model.path}: {spec.architecture}, {size}, {cfg.model.dtype}",
+        f"           {spec.num_layers} layers, {heads}, vocabulary {spec.vocab}",
+        f"algorithm  {cfg.algorithm.adv_estimator} advantages, {actor.policy_loss} policy loss, {actor.loss_agg_mode}",
+        f"step       {prompts} prompts x {n} responses = {prompts * n} samples, at most "
+        f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length} tokens each",
+        f"update     {actor.ppo_epochs} epoch(s) of {-(-prompts // mini)} mini-batch(es) of {mini * n} samples",
+        f"actor      {_dims(cfg.actor.parallel, world)}",
+    ]
+    if uses_reference(cfg):
+        lines.append(f"reference  {_dims(cfg.actor.parallel, world)}, frozen")
+    if uses_critic(cfg):
+        lines.append(f"critic     {_dims(cfg.critic.parallel, world)}")
+    tp = cfg.rollout.tensor_model_parallel_size
+    lines.append(f"rollout    {world // tp} vLLM engine(s) of {tp} device(s)")
+    for rank in range(world):
+        place = f"actor {_place(cfg.actor.parallel, world, rank)}"
+        if uses_critic(cfg):
+            place += f" | critic {_place(cfg.critic.parallel, world, rank)}"
+        lines.append(
+            f"  rank {rank:<4} {place} | engine {rank // tp} worker {rank % tp}"
+            + (" (leader)" if rank % tp == 0 else "")
+        )
+    return "\n".join(lines)
+
+
+def parameters(spec: ModelSpec) -> int:
+    """Parameters of the whole model."""
+    from rlscale.reshard.layout import volume, whole
+    from rlscale.reshard.megatron import hf_shapes
+
+    return sum(volume(whole(shape)) for shape in hf_shapes(spec).values())
+
+
+def _place(parallel: ParallelConfig, world: int, rank: int) -> str:
+    dims = ParallelDims.of(parallel, world)
+    at = dims.coords(rank)
+    return f"dp {at.dp} pp {at.pp} " + (f"sp {at.sp} " if dims.sp > 1 else "") + f"tp {at.tp}"
+
+
+def _dims(parallel: ParallelConfig, world: int) -> str:
+    dims = ParallelDims.of(parallel, world)
+    parts = [f"data {dims.dp}", f"pipeline {dims.pp}", f"tensor {dims.tp}"]
+    if dims.sp > 1:
+        parts.insert(2, f"Ulysses {dims.sp}")
+    sequence = " + sequence parallel" if parallel.sequence_parallel else ""
+    experts = parallel.expert_model_parallel_size
+    whole = f", whole experts over {experts} ranks" if experts > 1 else ""
+    return f"{' x '.join(parts)}{sequence}{whole}, ZeRO-{parallel.zero_stage}"
