@@ -24,7 +24,7 @@ from rlscale.loop.tasks import Task
 from rlscale.observe.progress import Progress
 from rlscale.observe.writers import RunWriter
 from rlscale.reward.pool import RewardPool, targets_of
-from rlscale.rollout.engine import Rollout
+from rlscale.rollout.rollout import Rollout
 from rlscale.train.engine import Batching, Engine
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -65,8 +65,9 @@ def build(checked: Checked, task: Task, device: Device, started: float) -> Run:
         pool = RewardPool(cfg.reward, scorers) if rollout.is_leader else None
         if pool is not None:
             parts.callback(pool.close)
+        rollout.begin_start()  # the engines start while the models load
         models |= _models(checked, device, steps)
-        rollout.start()
+        rollout.finish_start()
         state = RunState(data, kl_controller(cfg), rollout)
         if point is not None:
             restore(point, state, trained(models), device.rank)

@@ -16,7 +16,7 @@ from rlscale.loop.tasks import Task
 from rlscale.observe.progress import Progress
 from rlscale.observe.writers import RunWriter
 from rlscale.reward.pool import RewardPool
-from rlscale.rollout.engine import Rollout
+from rlscale.rollout.rollout import Rollout
 from rlscale.train.engine import Engine
 
 

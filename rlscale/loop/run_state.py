@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlscale.algo.kl import FixedKL
     from rlscale.data.dataset import PromptData
-    from rlscale.rollout.engine import Rollout
+    from rlscale.rollout.rollout import Rollout
 
 
 @dataclass

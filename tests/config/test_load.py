@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlscale.config import Config, ConfigError, load, save, to_dict
+from rlscale.config import Config, ConfigError, load, read, save, to_dict
 from rlscale.config.load import unrelated
-from rlscale.config.yaml12 import parse_yaml
 from rlscale.config.reference import reference, table
+from rlscale.config.validate import find_violations
+from rlscale.config.yaml12 import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "yamls").glob("*.yaml"))
