@@ -4,16 +4,13 @@ placed.
 
 from __future__ import annotations
 
+from rlscale.algo.needs import registries, uses_critic, uses_reference
 from rlscale.cluster.device import detect
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.config import ConfigError, load
 from rlscale.config.schema import Config, ParallelConfig
-from rlscale.config.validate import find_violations, uses_critic, uses_reference
+from rlscale.config.validate import find_violations
 from rlscale.model.arch import ModelSpec
-
-# estimators whose further inputs (a greedy response, reward components, sums over the vocabulary) no step
-# provides yet
-NEED_MORE = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 
 
 def configure(path: str, overrides: list[str], world: int) -> tuple[Config, ModelSpec]:
@@ -22,24 +19,15 @@ def configure(path: str, overrides: list[str], world: int) -> tuple[Config, Mode
     Raises:
         ConfigError: everything that is wrong, reported together; the model's own contradictions once it can be read.
     """
-    from rlscale.algo.advantages import ADVANTAGES
-    from rlscale.algo.kl import names as kl_names
-    from rlscale.algo.policy_loss import POLICY_LOSSES
-
-    registries = {
-        "algorithm.adv_estimator": [name for name in ADVANTAGES.names() if name not in NEED_MORE],
-        "algorithm.kl_penalty": kl_names(),
-        "actor.kl_loss_type": kl_names(),
-        "actor.policy_loss": POLICY_LOSSES.names(),
-    }
-    cfg = load(path, overrides, world_size=world, registries=registries)
+    cfg = load(path, overrides, world_size=world, registries=registries())
     try:
         spec = ModelSpec.from_hf(cfg.model.path)
     except (ValueError, OSError) as error:
         found = [f"model.path: {error}"]
     else:
         critic, found = _critic_spec(cfg)
-        found += [v.message for v in find_violations(cfg, world, spec=spec, critic_spec=critic)]
+        more = find_violations(cfg, world, spec=spec, critic_spec=critic, registries=registries())
+        found += [v.message for v in more]
         window = spec.sliding_window
         longest = cfg.data.max_prompt_length + cfg.data.max_response_length
         if window is not None and window < longest:
