@@ -16,14 +16,14 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union
 
 import yaml
 
-from rlscale.config.schema import Config
+from rlscale.config.schema import BOUNDS, TYPE_NAMES, Config, show
 from rlscale.config.validate import Violation
 from rlscale.config.yaml12 import Dumper, parse_yaml
 
@@ -115,7 +115,7 @@ class _Reader:
         if base is None:
             return _Sourced.wrap(tree, str(path))
         if not isinstance(base, str):
-            self.say("base", f"base must be the name of a YAML file, not {_show(base)}", str(path))
+            self.say("base", f"base must be the name of a YAML file, not {show(base)}", str(path))
             return _Sourced.wrap(tree, str(path))
         below = path.parent / base
         if below.resolve() in [p.resolve() for p in (*children, path)]:
@@ -143,7 +143,7 @@ class _Reader:
         if tree is None:
             return {}
         if not isinstance(tree, dict):
-            self.say("", f"{path}: must hold a mapping of keys, not {_show(tree)}", "")
+            self.say("", f"{path}: must hold a mapping of keys, not {show(tree)}", "")
             return {}
         return tree
 
@@ -206,7 +206,7 @@ class _Reader:
     def build(self, cls: type, tree: Any, prefix: str) -> Any:
         """A dataclass from a mapping; what is wrong is noted and replaced by the default."""
         if not isinstance(tree, dict):
-            self.say(prefix, f"{prefix} must be a section (mapping of keys), not {_show(tree)}")
+            self.say(prefix, f"{prefix} must be a section (mapping of keys), not {show(tree)}")
             return cls()
         known = {f.name: f for f in fields(cls)}
         hints = typing.get_type_hints(cls)
@@ -238,12 +238,12 @@ class _Reader:
             return None if value is None else self.value(inner, value, path)
         if origin is list:
             if not isinstance(value, list):
-                self.say(path, f"{path} must be a list, not {_show(value)}")
+                self.say(path, f"{path} must be a list, not {show(value)}")
                 return []
             return [self.value(args[0], v, f"{path}.{i}") for i, v in enumerate(value)]
         if origin is dict:
             if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
-                self.say(path, f"{path} must be a mapping with strings as keys, not {_show(value)}")
+                self.say(path, f"{path} must be a mapping with strings as keys, not {show(value)}")
                 return {}
             return value
         return self.scalar(tp, value, path)
@@ -257,7 +257,7 @@ class _Reader:
                 pass
         if type(value) is not tp:
             hint = f"; write {int(value)}" if tp is int and isinstance(value, float) and value == int(value) else ""
-            self.say(path, f"{path} must be {_TYPE_NAMES[tp]}, not {_show(value)}{hint}")
+            self.say(path, f"{path} must be {TYPE_NAMES[tp]}, not {show(value)}{hint}")
         elif isinstance(value, float) and not math.isfinite(value):
             self.say(path, f"{path} must be finite, not {value}")
         return value
@@ -269,21 +269,12 @@ class _Reader:
             near = difflib.get_close_matches(str(value), [str(c) for c in meta["choices"]], 1)
             listed = ", ".join("null" if c is None else str(c) for c in meta["choices"])
             hint = f"; did you mean {near[0]}?" if near else ""
-            self.say(path, f"{path} must be one of {listed}, not {_show(value)}{hint}")
+            self.say(path, f"{path} must be one of {listed}, not {show(value)}{hint}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
-        for name, (words, holds) in _BOUNDS.items():
+        for name, (words, holds) in BOUNDS.items():
             if name in meta and not holds(value, meta[name]):
                 self.say(path, f"{path} must be {words} {meta[name]}, not {value}")
-
-
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-_BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
-    "min": ("at least", lambda v, b: v >= b),
-    "max": ("at most", lambda v, b: v <= b),
-    "above": ("above", lambda v, b: v > b),
-    "below": ("below", lambda v, b: v < b),
-}
 
 
 class _Sourced:
@@ -338,18 +329,6 @@ def _nearest(key: str, path: str, prefix: str, siblings: list[str]) -> str:
     alike = [p for p in everywhere if difflib.get_close_matches(name, [p.rpartition(".")[2]])]
     near = near or difflib.get_close_matches(path, alike, 1)
     return f"; did you mean {near[0]!r}?" if near else f"; {prefix or 'the top level'} has: {', '.join(siblings)}"
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return f"{str(value).lower()} (bool)"
-    if isinstance(value, dict):
-        return "a mapping"
-    text = repr(value)
-    text = text if len(text) <= 60 else text[:57] + "..."
-    return f"{text} ({type(value).__name__})"
 
 
 def _yaml_files(folder: Path) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from rlscale.algo.kl import FixedKL, make_controller
+from rlscale.algo.needs import uses_critic, uses_reference
 from rlscale.cluster.device import Device
 from rlscale.config.schema import ActorConfig, Config, CriticConfig
-from rlscale.config.validate import uses_critic, uses_reference
 from rlscale.data.dataset import PromptData
 from rlscale.data.tokenizers import eos_token_ids, load_tokenizer
 from rlscale.loop.checkpoint import CheckpointManager, restore

@@ -4,21 +4,19 @@ placed.
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
+from rlscale.algo.needs import registries, uses_critic, uses_reference
 from rlscale.cluster.device import detect
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.config import ConfigError, read
 from rlscale.config.load import unrelated
 from rlscale.config.schema import Config, ParallelConfig
-from rlscale.config.validate import find_violations, uses_critic, uses_reference
+from rlscale.config.validate import find_violations
 from rlscale.loop.tasks import TASKS
 from rlscale.model.arch import ModelSpec
 from rlscale.rollout.vllm.limits import violations
-
-# estimators whose further inputs (a greedy response, reward components, sums over the vocabulary) no step
-# provides yet
-NEED_MORE = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 
 
 class Checked(NamedTuple):
@@ -44,7 +42,7 @@ def configure(path: str, overrides: list[str], world: int) -> Checked:
     """
     cfg, misread = read(path, overrides)
     spec = critic_spec = None
-    kind, unreadable = "cpu", {}
+    kind, critic, unreadable = "cpu", False, {}
     if not misread:
         try:
             kind = detect(cfg.trainer.device)
@@ -54,12 +52,14 @@ def configure(path: str, overrides: list[str], world: int) -> Checked:
             spec = ModelSpec.from_hf(cfg.model.path)
         except (ValueError, OSError) as error:
             unreadable["model.path"] = f"model.path: {error}"
-        if uses_critic(cfg) and cfg.critic.path is not None:
+        if cfg.critic.path is not None:
+            with contextlib.suppress(ValueError):  # an estimator that there is not, which is found below
+                critic = uses_critic(cfg)
             try:
-                critic_spec = ModelSpec.from_hf(cfg.critic.path).as_critic()
+                critic_spec = ModelSpec.from_hf(cfg.critic.path).as_critic() if critic else None
             except (ValueError, OSError) as error:
                 unreadable["critic.path"] = f"critic.path: {error}"
-    found = find_violations(cfg, world, spec=spec, critic_spec=critic_spec, registries=_registries())
+    found = find_violations(cfg, world, spec=spec, critic_spec=critic_spec, registries=registries(), tasks=TASKS)
     lines = [v.message for v in [*misread, *unrelated(found, misread)]]
     named = {key for violation in found for key in violation.keys}
     lines += [message for key, message in unreadable.items() if key not in named]
@@ -69,20 +69,6 @@ def configure(path: str, overrides: list[str], world: int) -> Checked:
         raise ConfigError(lines)
     assert spec is not None
     return Checked(cfg, spec, critic_spec, kind)
-
-
-def _registries() -> dict[str, list[str]]:
-    from rlscale.algo.advantages import ADVANTAGES
-    from rlscale.algo.kl import names as kl_names
-    from rlscale.algo.policy_loss import POLICY_LOSSES
-
-    return {
-        "task": list(TASKS),
-        "algorithm.adv_estimator": [name for name in ADVANTAGES.names() if name not in NEED_MORE],
-        "algorithm.kl_penalty": kl_names(),
-        "actor.kl_loss_type": kl_names(),
-        "actor.policy_loss": POLICY_LOSSES.names(),
-    }
 
 
 def _limits(cfg: Config, spec: ModelSpec, kind: str) -> list[str]:

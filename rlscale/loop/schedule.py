@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rlscale.algo.needs import uses_critic
 from rlscale.batch.minibatch import num_mini_batches
 from rlscale.config.schema import Config
-from rlscale.config.validate import uses_critic
 from rlscale.train.schedule import warmup_steps
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlscale.algo.advantages import estimate_advantages
-from rlscale.algo.policy_loss import PREPARE
-from rlscale.algo.reward_shaping import kl_in_reward
-from rlscale.algo.value_loss import actor_trains
+from rlscale.algo.needs import uses_old_logprobs
+from rlscale.algo.reward_shaping import kl_in_reward, place_rewards
 from rlscale.batch.minibatch import mini_batches
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
@@ -18,7 +17,7 @@ from rlscale.config.schema import Config
 from rlscale.data.dataset import PromptData
 from rlscale.loop import report
 from rlscale.loop.exchange import exchange
-from rlscale.loop.objectives import actor_loss, contributing_rows, critic_loss
+from rlscale.loop.objectives import actor_loss, actor_trains, contributing_rows, critic_loss, current_logprobs
 from rlscale.loop.run import Run
 from rlscale.loop.schedule import due, optimizer_steps
 from rlscale.loop.tasks import Task
@@ -131,7 +130,7 @@ def _log_probs(run: Run, batch: PackedBatch, step: int, timers: Timers) -> dict[
     freq = cfg.rollout.logprob_check_freq
     check = freq >= 0 and (step == 1 or due(step, freq))
     several = optimizer_steps(cfg, 1)["actor"] > 1
-    needed = several or cfg.algorithm.use_kl_in_reward or cfg.actor.policy_loss in PREPARE.names()
+    needed = several or uses_old_logprobs(cfg)
     metrics: dict[str, float] = {}
     if needed or check:
         with timers("old_log_prob"):
@@ -149,7 +148,7 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     """Token rewards (score at the last token of the policy, KL penalty if configured), advantages and returns."""
     algo = run.cfg.algorithm
     metrics: dict[str, float] = {}
-    batch.token_rewards = rewards_at_last_token(batch)
+    batch.token_rewards = place_rewards(batch.rewards, batch.mask, batch.cu_seqlens)
     if algo.use_kl_in_reward:
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None
         coef = run.state.kl_controller.coef
@@ -171,6 +170,8 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
         cu_seqlens=batch.cu_seqlens,
         group=batch.group,
         values=batch.values,
+        old_logprobs=batch.old_logprobs,
+        ref_logprobs=batch.ref_logprobs,
         gamma=algo.gamma,
         lam=algo.lam,
         norm_by_std=algo.norm_adv_by_std_in_grpo,
@@ -180,19 +181,6 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     return metrics | {f"group/{name}": value for name, value in out.metrics.items()}
 
 
-def rewards_at_last_token(batch: PackedBatch) -> torch.Tensor:
-    """[T] with each response's reward at its last policy token (its last token if it has none)."""
-    rewards = torch.zeros(batch.tokens.numel())
-    position = torch.arange(batch.tokens.numel())
-    owner = torch.repeat_interleave(torch.arange(batch.num_samples), batch.response_lengths)
-    last = batch.cu_seqlens[1:] - 1
-    own = position[batch.mask != 0]
-    last = last.clone().scatter_reduce_(0, owner[batch.mask != 0], own, "amax", include_self=False)
-    some = batch.response_lengths > 0
-    rewards[last[some]] = batch.rewards[some]
-    return rewards
-
-
 def _shuffle_seed(cfg: Config, step: int) -> tuple[int, int] | None:
     return (cfg.trainer.seed, step) if cfg.actor.shuffle else None
 
@@ -200,7 +188,7 @@ def _shuffle_seed(cfg: Config, step: int) -> tuple[int, int] | None:
 def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     """Optimizer steps of the policy over the mini-batches."""
     actor = run.cfg.actor
-    records = []
+    records: list[dict[str, float]] = []
     for samples in mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs, _shuffle_seed(run.cfg, step)):
         mini = batch.select(samples)
         mini.weights = loss_weights(
@@ -210,9 +198,8 @@ def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
             scale_factor=actor.loss_scale_factor or run.cfg.data.max_response_length,
         )
         live = mini.select(contributing_rows(actor, mini))
-        records.append(
-            run.actor.update(live, actor_loss(actor, mini), entropy=True, entropy_grad=actor.entropy_coeff != 0)
-        )
+        loss = actor_loss(actor, mini, current_logprobs(actor, mini, bool(records), run.actor.logprobs))
+        records.append(run.actor.update(live, loss, entropy=True, entropy_grad=actor.entropy_coeff != 0))
     return report.actor_metrics(records)
 
 

@@ -84,7 +84,8 @@ def steps(
     monkeypatch.setattr(module, "exchange", lambda mine, expected: mine)
     monkeypatch.setattr(report, "timing", lambda *_: {})
     rollout: Any = Rollout(log, sleeps)
-    data: Any = SimpleNamespace(peek=lambda: ([0, 1], (0, 2)), advance=lambda cursor: log.append(f"advance to {cursor}"))
+    advance = lambda cursor: log.append(f"advance to {cursor}")  # noqa: E731
+    data: Any = SimpleNamespace(peek=lambda: ([0, 1], (0, 2)), advance=advance)
     models: Any = {role: Model(role, log) for role in ("actor", "reference", "critic")}
     none: Any = None
     run = Run(

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from rlscale.algo.policy_loss import policy_loss
+from rlscale.algo.reward_shaping import place_rewards
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, KLControlConfig
 from rlscale.loop.build import kl_controller
 from rlscale.loop.exchange import exchange
-from rlscale.loop.objectives import actor_loss, contributing_rows
-from rlscale.loop.step import advantages, check_scores, compare_logprobs, rewards_at_last_token
+from rlscale.loop.objectives import actor_loss, actor_trains, contributing_rows, current_logprobs
+from rlscale.loop.step import advantages, check_scores, compare_logprobs
 from rlscale.loop.validation import validation_metrics
 from tests.train.reference import random_batch
 
@@ -28,12 +30,16 @@ def test_reward_stands_at_the_last_token_of_the_policy() -> None:
     batch = pack(
         [
             trajectory(0, 0, [1, 1, 0], 2.0),  # ends with an observation
-            trajectory(0, 1, [0, 0], 3.0),  # no token of the policy: its last token, so that nothing is lost
+            trajectory(0, 1, [0, 0], 3.0),  # no token of the policy: nothing to learn from its score
             trajectory(1, 0, [1], 4.0),
             trajectory(1, 1, [], 5.0),  # nothing was sampled: nowhere to put it
         ]
     )
-    assert rewards_at_last_token(batch).tolist() == [0, 2, 0, 0, 3, 4]
+    assert place_rewards(batch.rewards, batch.mask, batch.cu_seqlens).tolist() == [0, 2, 0, 0, 0, 4]
+
+
+def test_warm_up_of_the_critic() -> None:
+    assert [actor_trains(s, 2) for s in (1, 2, 3)] == [False, False, True] and actor_trains(1, 0)
 
 
 def test_a_prompt_has_one_text() -> None:
@@ -75,6 +81,54 @@ def test_nothing_is_skipped_where_another_term_needs_it(key: str, value: Any) ->
     batch.advantages = torch.zeros(batch.tokens.numel())
     assert contributing_rows(ActorConfig(**{key: value}), batch).numel() == batch.num_samples
     assert contributing_rows(ActorConfig(), batch).numel() == 0
+
+
+@pytest.mark.parametrize("loss, args", [("kl_cov", {"kl_cov_ratio": 0.2}), ("clip_cov", {"clip_cov_ratio": 0.2})])
+def test_a_statistic_of_the_mini_batch_is_of_the_current_policy(loss: str, args: dict[str, float]) -> None:
+    """From the second mini-batch of a rollout batch on, the policy has moved: which tokens are chosen follows it, and
+    any micro-batches choose the same.
+    """
+    if loss == "clip_cov":
+        args = args | {"cov_lb": 0.0, "cov_ub": 50.0}
+    cfg = ActorConfig(policy_loss=loss, policy_loss_args=args)
+    mini = random_batch(groups=4, n=3, seed=2)
+    noise = torch.Generator().manual_seed(1)
+    tokens = mini.tokens.numel()
+    mini.advantages = torch.randn(tokens, generator=noise)
+    mini.weights = loss_weights(mini.mask, mini.cu_seqlens, "token-mean")
+    mini.old_logprobs = -torch.rand(tokens, generator=noise)
+    now = mini.old_logprobs + 0.5 * torch.randn(tokens, generator=noise)
+    assert current_logprobs(cfg, mini, False, lambda _: (now, None)) is None  # before the first update: the old ones
+    assert current_logprobs(ActorConfig(), mini, True, lambda _: (now, None)) is None
+    current = current_logprobs(cfg, mini, True, lambda _: (now, None))
+    assert current is now
+
+    def loss_and_share(given: torch.Tensor | None, parts: list[list[int]]) -> tuple[float, float]:
+        total, chosen = 0.0, 0.0
+        mini.rollout_logprobs = torch.arange(tokens).float()
+        for rows in parts:
+            micro = mini.select(torch.tensor(rows))
+            out = SimpleNamespace(logprobs=now[micro.rollout_logprobs.long()], entropy=None, values=None)
+            value, sums = actor_loss(cfg, mini, given)(out, micro)
+            total, chosen = total + float(value), chosen + float(sums["pg_clipfrac"])
+        return total, chosen
+
+    whole = [list(range(12))]
+    direct, sums = policy_loss(
+        loss,
+        logprobs=now,
+        old_logprobs=mini.old_logprobs,
+        advantages=mini.advantages,
+        mask=mini.mask,
+        weights=mini.weights,
+        cu_seqlens=mini.cu_seqlens,
+        **args,
+    )
+    expected = (float(direct), float(sums["pg_clipfrac"]))
+    assert expected[1] == int(0.2 * int(mini.mask.sum()))
+    for parts in (whole, [[i] for i in range(12)], [[3, 1], [0, 2, 11, 4], [5, 6, 7, 8, 9, 10]]):
+        assert loss_and_share(current, parts) == pytest.approx(expected, rel=1e-5)
+    assert loss_and_share(None, whole) != pytest.approx(expected, rel=1e-5)  # the old policy chooses other tokens
 
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive", "interval"])
