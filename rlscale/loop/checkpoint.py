@@ -188,7 +188,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path) -
         lines = [f"{key}: {_show(before[key])} in the checkpoint, {_show(after[key])} now" for key in refused]
         raise ValueError(
             f"{path} is of another run:\n  " + "\n  ".join(lines) + "\nto start a new run from its weights, export "
-            "them (tools/export.py) and set model.path to the export"
+            "them (rlscale export) and set model.path to the export"
         )
     neutral = sorted(key for key in changed if key.startswith(NEUTRAL) and key not in OTHER)
     messages = []
