@@ -80,7 +80,8 @@ def test_a_ready_environment_is_used_and_a_changed_lock_is_noticed(checkout: Pat
     (checkout / ".venv" / "bin").mkdir(parents=True)
     (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
     stamp = subprocess.run(
-        "{ echo torch==2.13.0; cat requirements/cpu.lock setup.py pyproject.toml; } | sha256sum | cut -d' ' -f1 >.venv/rlscale.stamp",
+        "{ echo torch==2.13.0; cat requirements/cpu.lock setup.py pyproject.toml; } "
+        "| sha256sum | cut -d' ' -f1 >.venv/rlscale.stamp",
         shell=True,
         cwd=checkout,
         check=True,

@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 
 from rlscale.checkpoint import Store
+from rlscale.testing.models import tiny_model
 from tests import leftovers
 from tests.disk import small_file_system
 from tests.e2e.program import GONE_WITHIN, MARK, ROOT, Ended, Program, busy, launch, small
-from tests.tiny import tiny_model
 
 KILLS = int(os.environ.get("RLSCALE_KILLS", "1"))
 SEED = int(os.environ.get("RLSCALE_KILL_SEED", "20"))

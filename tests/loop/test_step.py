@@ -15,7 +15,7 @@ from rlscale.loop import report
 from rlscale.loop.objectives import actor_loss, contributing_rows
 from rlscale.loop.rl import advantages, exchange, mini_batches, rewards_at_last_token
 from rlscale.loop.state import kl_controller
-from tests.train.reference import random_batch
+from rlscale.testing.batches import random_batch
 
 
 def trajectory(group: int, sample: int, mask: list[int], reward: float, **more: Any) -> Trajectory:

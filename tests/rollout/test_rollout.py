@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from rlscale.rollout.host import last_error
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
 
 START = 240.0  # seconds for a call that starts engines, on a busy machine
 EXACT = 2e-5

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -38,8 +38,8 @@ def save(folder: Path, config: dict[str, Any]) -> str:
 
 def test_a_70b_model_on_256_ranks(tmp_path: Path) -> None:
     """As a user calls it, from a configuration alone; torch, whose import takes longer, is not needed."""
-    command = [sys.executable, "-X", "importtime", "-m", "rlscale.cli", "plan", "--model", save(tmp_path, LLAMA_70B), "--json",
-               "--source", "tp=8,pp=4,dp=8", "--destination", "tp=4"]  # fmt: skip
+    command = [sys.executable, "-X", "importtime", "-m", "rlscale.cli", "plan", "--json",
+               "--model", save(tmp_path, LLAMA_70B), "--source", "tp=8,pp=4,dp=8", "--destination", "tp=4"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path,
                           env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rlscale.config.schema import OptimConfig, ParallelConfig
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
 from tests.train.test_engine import policy_gradient
 
 ROUNDING = 2.0**-9  # of one number in bf16, relative

@@ -10,10 +10,10 @@ import torch
 from rlscale.batch.types import PackedBatch
 from rlscale.checkpoint import Content, Retention, Saver, Shards, Store
 from rlscale.config.schema import OptimConfig, ParallelConfig
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from rlscale.train.engine import Batching, Engine
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
 
 OPTIM = OptimConfig(lr=1e-3, eps=1e-4, weight_decay=0.01, grad_clip=0.05, lr_scheduler="cosine", lr_warmup_steps=2)
 LAYOUTS = {  # name: world, layout

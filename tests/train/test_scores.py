@@ -9,9 +9,9 @@ import torch
 
 from rlscale.batch.types import Trajectory, pack
 from rlscale.config.schema import ParallelConfig
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
 
 LAYOUTS = {
     "dp1": (1, {}),

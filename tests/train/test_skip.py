@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rlscale.config.schema import OptimConfig, ParallelConfig
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
 
 OPTIM = dict(lr=1e-3, eps=1e-4, weight_decay=0.01, grad_clip=0.05, max_skipped_steps=2)
 CASES = {  # name: world, TP, PP, ZeRO stage, dtype

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rlscale.config.schema import OptimConfig, ParallelConfig
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import load_reference, random_batch, reference_logprobs
+from tests.train.reference import load_reference, reference_logprobs
 from tests.train.test_engine import OPTIM, policy_gradient
 
 LAYOUTS = {  # world, and fields of the layout

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rlscale.config.schema import ParallelConfig
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
 from tests.train.test_engine import check, policy_gradient
 from tests.train.test_zero import make_engine
 
