@@ -57,10 +57,11 @@ def report(case: Case, found: list[Difference]) -> bool:
 def run_here(cases: list[Case], results: str | None) -> int:
     """Run cases in the world that the launcher has started; their differences go to the screen or a file of lines."""
     from rlscale.cluster.device import follow_launcher, init_distributed
-    from rlscale.testing.parity.comparison import compare
 
     follow_launcher()
     device = init_distributed("auto", timeout_s=WITHIN)
+    from rlscale.testing.parity.comparison import compare  # Megatron, whose warnings the start has silenced
+
     equal = True
     for case in cases:
         start = time.monotonic()
