@@ -37,7 +37,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path) -
         lines = [f"{key}: {_show(before[key])} in the checkpoint, {_show(after[key])} now" for key in refused]
         raise ValueError(
             f"{path} is of another run:\n  " + "\n  ".join(lines) + "\nto start a new run from its weights, export "
-            "them (tools/export.py) and set model.path to the export"
+            "them (rlscale export) and set model.path to the export"
         )
     layout = sorted(key for key in changed if key.startswith(LAYOUT_KEYS) and key not in NOT_LAYOUT)
     messages = []

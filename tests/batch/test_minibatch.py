@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlscale.batch.minibatch import mini_batches, num_mini_batches
-from tests.train.reference import random_batch
+from rlscale.testing.batches import random_batch
 
 
 @pytest.mark.parametrize("size, epochs", [(1, 1), (2, 3), (4, 2)])

@@ -18,7 +18,7 @@ from rlscale.loop.exchange import exchange
 from rlscale.loop.objectives import actor_loss, actor_trains, contributing_rows, current_logprobs
 from rlscale.loop.step import advantages, check_scores, compare_logprobs
 from rlscale.loop.validation import validation_metrics
-from tests.train.reference import random_batch
+from rlscale.testing.batches import random_batch
 
 
 def trajectory(group: int, sample: int, mask: list[int], reward: float, **more: Any) -> Trajectory:

@@ -8,7 +8,7 @@ import torch
 from rlscale.batch.types import PackedBatch
 from rlscale.model import attention
 from rlscale.model.packing import pack_sequence
-from tests.train.reference import random_batch
+from rlscale.testing.batches import random_batch
 
 HEADS, GROUPS, DIM = 4, 2, 32
 

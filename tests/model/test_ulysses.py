@@ -12,8 +12,8 @@ from torch import Tensor
 from rlscale.batch.types import PackedBatch
 from rlscale.model import ulysses
 from rlscale.model.packing import pack_sequence
+from rlscale.testing.batches import random_batch
 from tests import worlds
-from tests.train.reference import random_batch
 
 LENGTH, DIM = 24, 4
 

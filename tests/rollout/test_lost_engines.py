@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from rlscale.rollout.vllm.processes import last_error
+from rlscale.testing.models import tiny_model
 from tests import worlds
 from tests.rollout.helpers import (
     EOS,
@@ -34,7 +35,6 @@ from tests.rollout.helpers import (
     together,
     weights,
 )
-from tests.tiny import tiny_model
 
 
 def generate_too_slowly(run_dir: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlscale.config.schema import OptimConfig, ParallelConfig
-from tests.tiny import tiny_model
+from rlscale.testing.models import tiny_model
 from tests.train.reference import OPTIM
 
 

@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
+from rlscale.testing.batches import random_batch
 from tests import worlds
 from tests.train.helpers import small_engine
-from tests.train.reference import policy_gradient, random_batch
+from tests.train.reference import policy_gradient
 
 ROUNDING = 2.0**-9  # of one number in bf16, relative
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlscale.testing.batches import random_batch
 from tests import worlds
 from tests.train.helpers import small_engine
-from tests.train.reference import OPTIM, policy_gradient, random_batch
+from tests.train.reference import OPTIM, policy_gradient
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

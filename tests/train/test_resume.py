@@ -9,12 +9,12 @@ import torch
 
 from rlscale.batch.types import PackedBatch
 from rlscale.checkpoint import Content, Retention, Saver, Shards, Store
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from rlscale.train.engine import Engine
 from tests import worlds
-from tests.tiny import tiny_model
 from tests.train.helpers import make_engine, squared_error
 from tests.train.reference import OPTIM as COMMON
-from tests.train.reference import random_batch
 
 OPTIM = COMMON | dict(lr_scheduler="cosine", lr_warmup_steps=2)
 LAYOUTS = {  # name: world, layout

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rlscale.batch.types import Trajectory, pack
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
 from tests.train.helpers import make_engine
-from tests.train.reference import random_batch
 
 LAYOUTS = {
     "dp1": (1, {}),

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlscale.testing.batches import random_batch
 from tests import worlds
 from tests.train.helpers import small_engine
 from tests.train.reference import OPTIM as COMMON
-from tests.train.reference import random_batch
 
 OPTIM = COMMON | dict(max_skipped_steps=2)
 CASES = {  # name: world, TP, PP, ZeRO stage, dtype

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
 from tests.train.helpers import make_engine
-from tests.train.reference import OPTIM, load_reference, policy_gradient, random_batch, reference_logprobs
+from tests.train.reference import OPTIM, load_reference, policy_gradient, reference_logprobs
 
 LAYOUTS = {  # world, and fields of the layout
     "dp2-zero1": (2, dict(zero_stage=1)),

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from rlscale.config.schema import ParallelConfig
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
 from tests.train.helpers import make_engine, squared_error
-from tests.train.reference import check, policy_gradient, random_batch
+from tests.train.reference import check, policy_gradient
 
 TP, SP, ULYSSES = "tensor_model_parallel_size", "sequence_parallel", "ulysses_sequence_parallel_size"
 LAYOUTS = {  # name: world, fields of the layout, architecture, tied
