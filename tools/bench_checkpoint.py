@@ -30,8 +30,8 @@ from rlscale.checkpoint import Content, Retention, Saver, Shards, Store
 from rlscale.checkpoint.shards import State, collect
 from rlscale.cluster.device import free_port
 from rlscale.model.arch import ModelSpec
+from rlscale.reshard.canonical import hf_shapes
 from rlscale.reshard.layout import Layout, Piece, whole
-from rlscale.reshard.megatron import hf_shapes
 from rlscale.reshard.zero_layout import Fragment, zero_layout
 from tools.common import alternate, table, timed
 

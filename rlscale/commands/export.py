@@ -22,8 +22,8 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
     from rlscale.checkpoint import Shards
     from rlscale.checkpoint.store import read_record
     from rlscale.model.arch import ModelSpec, folder_problem, resolve_folder
+    from rlscale.reshard.canonical import hf_shapes
     from rlscale.reshard.layout import Layout, Piece
-    from rlscale.reshard.megatron import hf_shapes
     from rlscale.reshard.safetensors_io import export_hf
 
     record = read_record(checkpoint)

@@ -120,8 +120,8 @@ def describe(checked: Checked, world: int) -> str:
 
 def parameters(spec: ModelSpec) -> int:
     """Parameters of the whole model."""
+    from rlscale.reshard.canonical import hf_shapes
     from rlscale.reshard.layout import volume, whole
-    from rlscale.reshard.megatron import hf_shapes
 
     return sum(volume(whole(shape)) for shape in hf_shapes(spec).values())
 

@@ -95,7 +95,8 @@ def critic_loss(cfg: CriticConfig) -> LossFn:
     """Clipped value loss (PPO) over the response tokens."""
 
     def loss_fn(out: ModelOut, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert out.values is not None and micro.values is not None and micro.returns is not None and micro.weights is not None
+        assert out.values is not None and micro.values is not None
+        assert micro.returns is not None and micro.weights is not None
         loss, sums = value_loss(
             out.values, micro.values, micro.returns, micro.mask, micro.weights, clip=cfg.cliprange_value
         )

@@ -2,9 +2,9 @@
 
 A packed sequence is made of *blocks*: a prompt, then every response to it that the micro-batch holds. With prefix
 sharing the prompt stands once and each response attends to it and to itself, so the prompt of a group of ``n``
-responses is computed once instead of ``n`` times; without it each response brings its own copy. Rotary positions continue from the
-prompt in both cases, and the result is the same up to rounding. The last token of a response predicts nothing and is
-left out.
+responses is computed once instead of ``n`` times; without it each response brings its own copy. Rotary positions
+continue from the prompt in both cases, and the result is the same up to rounding. The last token of a response predicts
+nothing and is left out.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+from rlscale.config.layouts import refusals
 from rlscale.config.schema import ParallelConfig
 from rlscale.model.arch import ModelSpec
 from rlscale.testing.models import ARCHITECTURES, DENSE, EXPERTS, model_config
-from rlscale.config.layouts import refusals
 
 LONGEST = 48  # tokens of the longest document, as far as the budget allows
 HEADS = {"actor": "ForCausalLM", "critic": "ForSequenceClassification"}

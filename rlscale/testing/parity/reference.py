@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlscale.algo.value_loss import value_loss
-from rlscale.batch.types import PackedBatch
+from rlscale.batch.types import ModelOut, PackedBatch
 from rlscale.config.schema import OptimConfig
 from rlscale.testing.batches import difficult_batch
 from rlscale.testing.models import ARCHITECTURES, draw_weights
 from rlscale.testing.parity.cases import HEADS, LONGEST, Case, hf_config
-from rlscale.batch.types import ModelOut
 
 STEPS = 2
 TEMPERATURE = 0.7

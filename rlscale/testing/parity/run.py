@@ -34,9 +34,9 @@ from collections.abc import Generator, Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from rlscale.config.layouts import refusals
 from rlscale.testing.models import ARCHITECTURES
 from rlscale.testing.parity.cases import LONGEST, Case, Difference, draw, matrix, readme, spec_of
-from rlscale.config.layouts import refusals
 
 # bf16 against a single process in fp32: rounding of weights, activations and gradients, which gross errors exceed
 BOUNDS = {"float32": 1e-5, "bfloat16": 1e-1}
