@@ -7,7 +7,7 @@ support is refused here, with the reason, so that it never becomes a hang or a w
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rlscale.config import functions
 from rlscale.config.algorithms import Algorithm, Registries, choose
 from rlscale.config.layouts import divisors, listed, refusals
-from rlscale.config.schema import ActorConfig, Config, CriticConfig, ParallelConfig, SourceConfig, show
+from rlscale.config.schema import ActorConfig, Config, CriticConfig, ParallelConfig, SourceConfig
 
 #: folders under which this project keeps its own files; a path below them is never a hub name
 LOCAL_FOLDERS = ("models", "runs", "checkpoints", "data", "outputs")
@@ -74,11 +74,8 @@ def find_violations(
     spec: ModelSizes | None = None,
     critic_spec: ModelSizes | None = None,
     registries: Registries | None = None,
-    tasks: Collection[str] | None = None,
 ) -> list[Violation]:
-    """As `check`, with the keys of each violation. ``critic_spec``: shapes of ``critic.path``, where that is set;
-    ``tasks``: what ``task`` may name.
-    """
+    """As `check`, with the keys of each violation. ``critic_spec``: shapes of ``critic.path``, where that is set."""
     algorithms, unknown = _algorithms(config, registries or {})
     critic = any("values" in a.needs for a in algorithms.values())
     found = [
@@ -93,8 +90,6 @@ def find_violations(
         *_scorer(config),
         *unknown,
     ]
-    if tasks is not None and config.task not in tasks:
-        found.append(Violation(("task",), f"task must be one of {', '.join(tasks)}, not {show(config.task)}"))
     if critic:
         found += _batches("critic", config.critic, config)
         critic_spec = spec if config.critic.path is None else critic_spec

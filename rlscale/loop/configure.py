@@ -14,7 +14,6 @@ from rlscale.config import ConfigError, read
 from rlscale.config.load import unrelated
 from rlscale.config.schema import Config, ParallelConfig
 from rlscale.config.validate import find_violations
-from rlscale.loop.tasks import TASKS
 from rlscale.model.arch import ModelSpec
 from rlscale.rollout.vllm.limits import violations
 
@@ -59,7 +58,7 @@ def configure(path: str, overrides: list[str], world: int) -> Checked:
                 critic_spec = ModelSpec.from_hf(cfg.critic.path).as_critic() if critic else None
             except (ValueError, OSError) as error:
                 unreadable["critic.path"] = f"critic.path: {error}"
-    found = find_violations(cfg, world, spec=spec, critic_spec=critic_spec, registries=registries(), tasks=TASKS)
+    found = find_violations(cfg, world, spec=spec, critic_spec=critic_spec, registries=registries())
     lines = [v.message for v in [*misread, *unrelated(found, misread)]]
     named = {key for violation in found for key in violation.keys}
     lines += [message for key, message in unreadable.items() if key not in named]

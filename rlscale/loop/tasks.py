@@ -1,7 +1,4 @@
-"""The tasks that ``task`` can name. A new one needs its data and its step; `rlscale.loop.driver` serves them all.
-
-The registry holds modules' names, so that a configuration is checked without importing any of them.
-"""
+"""What a task is: its data, its step and its validation. `rlscale.loop.driver` serves every task alike."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
+
+from rlscale.config.schema import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,10 +33,6 @@ class Task:
     validate: Callable[[Run, int], dict[str, float]]
 
 
-#: module by name
-TASKS = {"rl": "rlscale.loop.step"}
-
-
 def load(name: str) -> Task:
-    """The task of a name in `TASKS`; imports what its step needs."""
+    """The task of a name in `rlscale.config.schema.TASKS`; imports what its step needs."""
     return cast(Task, importlib.import_module(TASKS[name]).TASK)

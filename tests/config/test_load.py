@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlscale.algo.needs import registries
 from rlscale.config import Config, ConfigError, load, read, save, to_dict
 from rlscale.config.load import unrelated
 from rlscale.config.reference import reference, table
@@ -227,7 +228,7 @@ def test_contradictions_are_reported_in_the_same_error_unless_they_follow_from_a
         "actor: {ppo_mini_batch_size: 3}\nrollout: {n: 1, tensor_model_parallel_size: 3}",
     )
     config, misread = read(path)
-    found = [v.message for v in (*misread, *unrelated(find_violations(config, 4), misread))]
+    found = [v.message for v in (*misread, *unrelated(find_violations(config, 4, registries=registries()), misread))]
     assert [f for f in found if "data.train_batch_size must be" in f]
     assert [f for f in found if "rollout.n is 1" in f] and [
         f for f in found if "rollout.tensor_model_parallel_size 3" in f
