@@ -10,6 +10,7 @@ from rlscale.config import ConfigError, load
 from rlscale.config.schema import Config, ParallelConfig
 from rlscale.config.validate import find_violations, uses_critic, uses_reference
 from rlscale.model.arch import ModelSpec
+from rlscale.rollout.vllm.limits import violations
 
 # estimators whose further inputs (a greedy response, reward components, sums over the vocabulary) no step
 # provides yet
@@ -47,8 +48,7 @@ def configure(path: str, overrides: list[str], world: int) -> tuple[Config, Mode
                 f"model.path: the model attends to a window of {window} tokens, which is not supported where "
                 f"data.max_prompt_length + data.max_response_length = {longest} exceeds it"
             )
-        found += spec.rollout_violations(cfg.rollout.tensor_model_parallel_size, detect(cfg.trainer.device))
-        found += _cache_too_small(cfg, spec)
+        found += violations(cfg, spec, detect(cfg.trainer.device))
     if found:
         raise ConfigError(found)
     return cfg, spec
@@ -62,23 +62,6 @@ def _critic_spec(cfg: Config) -> tuple[ModelSpec | None, list[str]]:
         return ModelSpec.from_hf(cfg.critic.path).as_critic(), []
     except (ValueError, OSError) as error:
         return None, [f"critic.path: {error}"]
-
-
-def _cache_too_small(cfg: Config, spec: ModelSpec) -> list[str]:
-    """On a CPU, where the size of the key-value cache is configured, one response must fit in."""
-    if detect(cfg.trainer.device) != "cpu":
-        return []
-    width = 4 if (cfg.rollout.dtype or cfg.model.dtype) == "float32" else 2
-    token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * width / cfg.rollout.tensor_model_parallel_size
-    longest = -(-(cfg.data.max_prompt_length + cfg.data.max_response_length) // 32) * 32 + 32  # in vLLM's blocks
-    need = longest * token / 2**30
-    if cfg.rollout.kv_cache_memory_gb >= need:
-        return []
-    return [
-        f"rollout.kv_cache_memory_gb: {cfg.rollout.kv_cache_memory_gb:g} GiB do not hold one response of "
-        f"data.max_prompt_length + data.max_response_length tokens, which needs {need:.4f}; all rollout.max_num_seqs "
-        f"need {need * cfg.rollout.max_num_seqs:.2f}"
-    ]
 
 
 def describe(cfg: Config, spec: ModelSpec, world: int) -> str:

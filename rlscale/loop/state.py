@@ -23,7 +23,7 @@ from rlscale.model.arch import ModelSpec
 from rlscale.observe.progress import Progress
 from rlscale.observe.writers import RunWriter
 from rlscale.reward.pool import RewardPool, targets_of
-from rlscale.rollout.engine import Rollout
+from rlscale.rollout.rollout import Rollout
 from rlscale.train.engine import Batching, Engine
 from rlscale.train.schedule import warmup_steps
 

@@ -41,7 +41,7 @@ def differences(folders: list[str]) -> list[str]:
     from vllm.distributed import parallel_state
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from rlscale.rollout.worker import targets
+    from rlscale.rollout.vllm.worker import targets
 
     def group(size: int, rank: int) -> SimpleNamespace:
         return SimpleNamespace(

@@ -275,7 +275,7 @@ def _pack(module: Any) -> None:
 
 @dataclass
 class Mailbox(WeightTransferInitInfo):
-    """Where each worker's buckets lie and what will be in them (`rlscale.rollout.weights.mailbox`)."""
+    """Where each worker's buckets lie and what will be in them (`rlscale.rollout.weight_sync.Buckets.mailbox`)."""
 
     workers: list[dict[str, Any]]
 
@@ -385,6 +385,6 @@ class WorkerExtension:
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
 if current_platform.is_cpu():
-    from rlscale.rollout import cpu
+    from rlscale.rollout.vllm import cpu
 
     cpu.install()

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-from rlscale.rollout.draw import draw, uniform_numbers
+from rlscale.rollout.vllm.draw import draw, uniform_numbers
 
 
 class FusedSiluAndMul(SiluAndMul):
