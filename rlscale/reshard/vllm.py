@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlscale.model.arch import ModelSpec
+from rlscale.reshard.canonical import EMBEDDING, FINAL_NORM, HEAD, hf_shapes
 from rlscale.reshard.layout import Box, Held, Layout, whole
-from rlscale.reshard.megatron import EMBEDDING, FINAL_NORM, HEAD, hf_shapes
 
 VOCAB_MULTIPLE = 64
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rlscale.config.schema import ParallelConfig
 from rlscale.model.arch import ModelSpec
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import make_spec, tiny_model
 from tests import worlds
-from tests.reshard.models import make_spec
-from tests.tiny import tiny_model
-from tests.train.reference import check, load_reference, random_batch, reference_logprobs
+from tests.train.reference import check, load_reference, reference_logprobs
 
 EXACT = 2e-5
 LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)

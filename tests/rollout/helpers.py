@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny import tiny_model
+from rlscale.testing.models import tiny_model
 
 START = 240.0  # seconds for a call that starts engines, on a busy machine
 EXACT = 2e-5

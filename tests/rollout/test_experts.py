@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlscale.testing.models import tiny_model
 from tests import worlds
 from tests.rollout.helpers import EOS, EXACT, PROMPTS, START, prompts
-from tests.tiny import tiny_model
 
 SHAPE: dict[str, Any] = dict(tied=False, heads=4, kv_heads=2, head_dim=32, hidden=64, ffn=48)
 

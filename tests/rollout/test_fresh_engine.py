@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from rlscale.cluster.mesh import ParallelDims
+from rlscale.testing.models import tiny_model
 from tests import worlds
 from tests.rollout.helpers import EOS, PROMPTS, START, configuration, prompts
-from tests.tiny import tiny_model
 
 EXACT = 1e-5
 ALL = list(itertools.product(("llama", "qwen2", "qwen3"), (True, False), (1, 2)))

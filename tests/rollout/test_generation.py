@@ -23,6 +23,11 @@ from tests.rollout.helpers import (
     together,
     weights,
 )  # fmt: skip
+from tests.rollout.updates import computes_what_it_was_given
+
+
+def test_engines_compute_what_they_were_given(run_dir: str) -> None:
+    computes_what_it_was_given("replicas", run_dir)
 
 
 def test_samples_come_with_the_log_probs_of_their_temperature(run_dir: str) -> None:
@@ -202,7 +207,7 @@ def generate_in_turns(run_dir: str) -> Any:
     rollout.sync(*weights("replicas", 1))
 
     async def agent(prompt: Any, sampling: Any, seed: int, generate: Any) -> Any:
-        first = await generate(prompt.token_ids, replace(sampling, seed=seed, stop_token_ids=(1000,)))
+        first = await generate(prompt.token_ids, replace(sampling, seed=seed, stop_token_ids=(7,)))
         observed = [9, 10, 11]
         context = [*prompt.token_ids, *first.token_ids, *observed]
         second = await generate(context, replace(sampling, seed=seed + 1))
@@ -220,7 +225,9 @@ def test_an_agent_takes_the_place_of_the_single_request(run_dir: str) -> None:
     got = together(worlds.run(2, generate_in_turns, run_dir, timeout=START))
     assert [(t.prompt_index, t.sample_index) for t in got] == [(p, i) for p in range(len(PROMPTS)) for i in range(2)]
     for t in got:
-        assert t.response_mask[:11] == [1] * 8 + [0] * 3, "the first request has no token to stop at"
+        first = t.response_mask.index(0)
+        assert t.response_mask[first : first + 4] == [0, 0, 0, 1] and t.response_ids[first : first + 3] == [9, 10, 11]
+        assert first == 8 or t.response_ids[first - 1] == 7, "this request ends at a token of its own"
         logits, mask = reference_logits(model("replicas", 1), t), torch.tensor(t.response_mask)
         of_policy = logits.log_softmax(-1).gather(1, torch.tensor(t.response_ids)[:, None])[:, 0] * mask
         torch.testing.assert_close(torch.tensor(t.rollout_logprobs), of_policy, atol=EXACT, rtol=0)

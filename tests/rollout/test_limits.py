@@ -7,7 +7,7 @@ import pytest
 from rlscale.config.schema import Config
 from rlscale.model.arch import ModelSpec
 from rlscale.rollout.vllm.limits import violations
-from tests.reshard.models import make_spec
+from rlscale.testing.models import make_spec
 
 
 @pytest.mark.parametrize(

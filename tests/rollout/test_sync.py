@@ -1,7 +1,7 @@
 """The trainer's end of an update, against workers that only keep what they are given: faults, checks, restarts.
 
 The worker's own code (`ShardWriter`, `ShardTransfer`) runs on a plain module in the trainer's process, so that what
-goes wrong can be arranged; `test_updates` does the same with real engines.
+goes wrong can be arranged; `test_given_weights` does the same with real engines.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class VllmBackend:
         self.loop = asyncio.new_event_loop()
         self.engine: Any = None
         self.before: set[Any] = set()  # children of this process that are not the engine's
-        self.starting: threading.Thread | None = None
+        # set when the start has ended; a thread's own join() takes it for ended when a signal interrupts (bpo-45274)
+        self.starting: threading.Event | None = None
         self.start_error: BaseException | None = None
         self.processes: list[Any] = []
         self.shared: set[Path] = set()  # what the engine's processes share in /dev/shm
@@ -64,10 +65,10 @@ class VllmBackend:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.before = set(multiprocessing.active_children())
         if self.device.kind == "cpu":
-            self.starting = threading.Thread(target=self._start, name="engine start", daemon=True)
+            self.starting = threading.Event()
             with self._inherited():
-                self.starting.start()
-                while self.starting.is_alive() and not self._started():
+                threading.Thread(target=self._start, args=(self.starting,), name="engine start", daemon=True).start()
+                while not self.starting.is_set() and not self._started():
                     time.sleep(SPAWN_POLL_S)
 
     def finish_start(self) -> None:
@@ -79,7 +80,7 @@ class VllmBackend:
         if self.starting is None:
             self._start()
         else:
-            self.starting.join()
+            self.starting.wait()
             self.starting = None
         if (error := self.start_error) is None:
             return
@@ -91,7 +92,7 @@ class VllmBackend:
             "rollout, rollout.engine_args among them)"
         ) from error.__cause__
 
-    def _start(self) -> None:
+    def _start(self, ended: threading.Event | None = None) -> None:
         """Start to end; what goes wrong is kept in ``start_error``, as its reason."""
         limit = self.cfg.rollout.start_timeout_s
         watchdog = threading.Timer(limit, self._kill)
@@ -112,6 +113,8 @@ class VllmBackend:
             self.start_error = error
         finally:
             watchdog.cancel()
+            if ended is not None:
+                ended.set()
 
     @contextlib.contextmanager
     def _inherited(self) -> Iterator[None]:
@@ -259,8 +262,7 @@ class VllmBackend:
         """End the engine's processes; kill those that do not end by themselves. May be called again."""
         while self.starting is not None:  # without its processes it fails
             self._kill()
-            self.starting.join(SPAWN_POLL_S)
-            if not self.starting.is_alive():
+            if self.starting.wait(SPAWN_POLL_S):
                 self.starting, self.processes = None, self._started()
         engine, self.engine = self.engine, None
         members = self._family()

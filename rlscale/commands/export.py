@@ -1,6 +1,6 @@
 """Make a Hugging Face folder of a checkpoint, in one process and with little memory.
 
-    python tools/export.py runs/x/checkpoints/step_000040 OUT [--role critic] [--dtype float32] [--model FOLDER]
+    rlscale export runs/x/checkpoints/step_000040 OUT [--role critic] [--dtype float32] [--model FOLDER]
 
 The checkpoint may have been written by any number of ranks. OUT is what transformers and vLLM open.
 """
@@ -8,12 +8,7 @@ The checkpoint may have been written by any number of ranks. OUT is what transfo
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
-
-USAGE_ERROR = 2
 
 
 def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str | None) -> None:
@@ -27,8 +22,8 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
     from rlscale.checkpoint import Shards
     from rlscale.checkpoint.store import read_record
     from rlscale.model.arch import ModelSpec, folder_problem, resolve_folder
+    from rlscale.reshard.canonical import hf_shapes
     from rlscale.reshard.layout import Layout, Piece
-    from rlscale.reshard.megatron import hf_shapes
     from rlscale.reshard.safetensors_io import export_hf
 
     record = read_record(checkpoint)
@@ -61,21 +56,14 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
     print(f"{role} of step {record.step} written to {out}")
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder checkpoints/step_* of a run")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; one that is there is replaced")
     parser.add_argument("--role", default="actor", choices=("actor", "critic"))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the run's model.dtype")
     parser.add_argument("--model", help="folder for config.json and tokenizer (default: the run's model.path)")
-    args = parser.parse_args(argv)
-    try:
-        export(args.checkpoint, args.out, args.role, args.dtype, args.model)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_ERROR
+
+
+def run(args: argparse.Namespace) -> int:
+    export(args.checkpoint, args.out, args.role, args.dtype, args.model)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

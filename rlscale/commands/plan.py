@@ -1,6 +1,6 @@
 """What a weight update moves between trainer and engines, from a model's configuration alone.
 
-    python tools/reshard_plan.py --model FOLDER_OR_CONFIG --source tp=8,pp=4,dp=8 --destination tp=4
+    rlscale plan --model FOLDER_OR_CONFIG --source tp=8,pp=4,dp=8 --destination tp=4
 
 No weights and no processes: the plan is the one that a run with these layouts would make. The source is a Megatron
 layout (tp, pp, dp, sp; tp fastest; ep=tp distributes experts over tp), the destination vLLM engines of tp x pp workers,
@@ -24,15 +24,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
@@ -262,8 +259,7 @@ def gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f}" if nbytes >= 1e9 or not nbytes else f"{nbytes / 1e9:.3g}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="model folder or config.json; weights are not read")
     parser.add_argument("--source", required=True, help="Megatron layout, e.g. tp=8,pp=4,dp=8 (also sp=, ep=)")
     parser.add_argument("--destination", required=True, help="one vLLM engine, e.g. tp=4 (also pp=)")
@@ -271,15 +267,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bucket-mb", type=int, default=64, help="size of a bucket in MiB")
     parser.add_argument("--ranks-per-node", type=int, default=8, help="ranks that share a node")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table; sizes in bytes")
-    args = parser.parse_args(arguments)
-    try:
-        result = compare(args)
-    except ValueError as error:
-        print(f"reshard_plan: {error}", file=sys.stderr)
-        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    result = compare(args)
     print(json.dumps(result, indent=1) if args.json else text(result))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

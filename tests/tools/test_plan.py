@@ -1,9 +1,10 @@
-"""The planning tool: a 70B model from its configuration, figures against counting elements, and what it refuses."""
+"""`rlscale plan`: a 70B model from its configuration, figures against counting elements, and what it refuses."""
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from rlscale import cli
 from rlscale.cluster.mesh import ParallelDims
+from rlscale.commands import plan
 from rlscale.reshard import Layout, hf_shapes, megatron_layout, vllm_layout
 
-TOOL = Path(__file__).parents[2] / "tools" / "reshard_plan.py"
-SPEC = importlib.util.spec_from_file_location("reshard_plan", TOOL)
-assert SPEC is not None and SPEC.loader is not None
-reshard_plan = sys.modules["reshard_plan"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(reshard_plan)
-
+ROOT = Path(__file__).parents[2]
 LLAMA_70B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
     "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -40,9 +38,10 @@ def save(folder: Path, config: dict[str, Any]) -> str:
 
 def test_a_70b_model_on_256_ranks(tmp_path: Path) -> None:
     """As a user calls it, from a configuration alone; torch, whose import takes longer, is not needed."""
-    command = [sys.executable, "-X", "importtime", str(TOOL), "--model", save(tmp_path, LLAMA_70B), "--json",
-               "--source", "tp=8,pp=4,dp=8", "--destination", "tp=4"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    command = [sys.executable, "-X", "importtime", "-m", "rlscale.cli", "plan", "--json",
+               "--model", save(tmp_path, LLAMA_70B), "--source", "tp=8,pp=4,dp=8", "--destination", "tp=4"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert "numpy" in imported and not {"torch", "transformers"} & imported
     result = json.loads(done.stdout)
@@ -72,11 +71,11 @@ def count(layout: Layout, rank: int, fused_whole: bool = False) -> dict[str, tor
 )
 def test_figures_are_those_of_counting_elements(tmp_path: Path, source: str, tp: int, pp: int, tied: bool) -> None:
     model = save(tmp_path, TINY | {"tie_word_embeddings": tied})
-    arguments = reshard_plan.argparse.Namespace(
+    arguments = argparse.Namespace(
         model=model, source=source, destination=f"tp={tp},pp={pp}", dtype="float32", bucket_mb=1, ranks_per_node=2
     )
-    result = reshard_plan.compare(arguments)
-    spec, dims = reshard_plan.read_spec(model), ParallelDims(**result["source"])
+    result = plan.compare(arguments)
+    spec, dims = plan.read_spec(model), ParallelDims(**result["source"])
     have, want = megatron_layout(spec, dims), vllm_layout(spec, tp, pp, dims.world // (tp * pp))
     everything = {name: torch.ones(shape, dtype=torch.bool) for name, shape in hf_shapes(spec).items()}
     for way, wanted in (
@@ -97,7 +96,7 @@ def test_figures_are_those_of_counting_elements(tmp_path: Path, source: str, tp:
 
 def test_the_table_shows_all_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", save(tmp_path, TINY), "--source", "tp=2,pp=2", "--destination", "tp=1"]
-    assert reshard_plan.main(arguments) == 0
+    assert cli.main(["plan", *arguments]) == 0
     out = capsys.readouterr().out
     for words in ("this plan", "gather, then slice", "fused tensors whole", "lower bound", "from another node", "1.00"):
         assert words in out
@@ -106,9 +105,9 @@ def test_the_table_shows_all_ways(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_what_a_configuration_leaves_out_comes_from_its_architecture(tmp_path: Path) -> None:
     qwen3 = {key: value for key, value in LLAMA_70B.items() if key not in ("rope_theta", "tie_word_embeddings")}
     qwen3 |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024}
-    spec = reshard_plan.read_spec(save(tmp_path, qwen3))
+    spec = plan.read_spec(save(tmp_path, qwen3))
     assert spec.head_dim == 128 and not spec.tied, "and not hidden size / heads"
-    assert reshard_plan.read_spec(str(tmp_path / "config.json")) == spec
+    assert plan.read_spec(str(tmp_path / "config.json")) == spec
 
 
 @pytest.mark.parametrize(
@@ -145,12 +144,12 @@ def test_bad_input_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], arguments: dict[str, str], message: str
 ) -> None:
     given = {"--model": save(tmp_path, TINY | changes), "--source": "tp=2,pp=2", "--destination": "tp=2"} | arguments
-    assert reshard_plan.main([word for pair in given.items() for word in pair]) == 2
+    assert cli.main(["plan", *(word for pair in given.items() for word in pair)]) == 2
     out, err = capsys.readouterr()
-    assert not out and message in err and err.startswith("reshard_plan: ") and err.count("\n") == 1
+    assert not out and message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_a_configuration_that_is_no_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{")
-    assert reshard_plan.main(["--model", str(tmp_path), "--source", "tp=1", "--destination", "tp=1"]) == 2
+    assert cli.main(["plan", "--model", str(tmp_path), "--source", "tp=1", "--destination", "tp=1"]) == 2
     assert f"{tmp_path / 'config.json'}: not a JSON configuration" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""How weights reach real engines: what they then compute, and what is refused."""
+"""Checks of updates of real engines, for any layout: what the engines then compute, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ def computes_what_it_was_given(layout: str, run_dir: str) -> None:
         got = together(shares)
         assert [t.prompt_index for t in got] == list(range(len(PROMPTS)))
         check(got, model(layout, seed or 0), greedy=True)
-
-
-def test_engines_compute_what_they_were_given(run_dir: str) -> None:
-    computes_what_it_was_given("replicas", run_dir)
 
 
 def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
@@ -64,10 +60,6 @@ def refuses_an_incomplete_update(layout: str, run_dir: str) -> None:
     check(together(worlds.run(2, generate, layout, run_dir, 1, timeout=START)), model(layout, 1))
 
 
-def test_an_incomplete_update_is_an_error(run_dir: str) -> None:
-    refuses_an_incomplete_update("replicas", run_dir)
-
-
 def sync_with_a_flipped_bit(layout: str, run_dir: str, verify: str) -> str:
     """One bit of what rank 1 hands to its worker is wrong; returns the error and the tensor that was hit."""
     from rlscale.rollout.sampling import Sampling
@@ -105,14 +97,3 @@ def finds_a_flipped_bit(layout: str, run_dir: str) -> None:
     assert messages[0] == messages[1] and messages[0].startswith("rank 1: after the weight update the engine holds")
     assert worlds.run(2, sync_with_a_flipped_bit, layout, run_dir, "off", timeout=START) == ["", ""]
     check(together(worlds.run(2, generate, layout, run_dir, 1, timeout=START)), model(layout, 1))
-
-
-def test_a_flipped_bit_is_found_and_the_tensor_named(run_dir: str) -> None:
-    finds_a_flipped_bit("replicas", run_dir)
-
-
-def test_an_engine_split_over_two_ranks(run_dir: str) -> None:
-    """One kv head, so that both workers hold it; untied; each worker reads the bucket of its own rank."""
-    computes_what_it_was_given("split", run_dir)
-    refuses_an_incomplete_update("split", run_dir)
-    finds_a_flipped_bit("split", run_dir)

@@ -1,4 +1,4 @@
-"""tools/compare_runs.py: the first difference of two runs by step and metric, times left out."""
+"""`rlscale compare`: the first difference of two runs by step and metric, times left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.compare_runs import main
+from rlscale import cli
 
 RECORDS = [
     {"step": 0, "val/addition/mean@1": 0.25, "timing_s/testing": 3.0},
@@ -46,19 +46,19 @@ def changed(step: int, **values: Any) -> list[dict[str, Any]]:
 def test_the_first_difference_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], other: list[dict[str, Any]], status: int, says: str
 ) -> None:
-    assert main([write(tmp_path / "a", RECORDS), write(tmp_path / "b", other)]) == status
+    assert cli.main(["compare", write(tmp_path / "a", RECORDS), write(tmp_path / "b", other)]) == status
     assert says in capsys.readouterr().out
 
 
 def test_a_tolerance_lets_rounding_pass(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", RECORDS), write(tmp_path / "b", changed(1, actor__pg_loss=0.1000001))
-    assert [main([a, b, "--rtol", "1e-5"]), main([a, b, "--rtol", "1e-7"])] == [0, 1]
+    assert [cli.main(["compare", a, b, "--rtol", "1e-5"]), cli.main(["compare", a, b, "--rtol", "1e-7"])] == [0, 1]
 
 
 def test_what_cannot_be_read_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write(tmp_path / "a", RECORDS)
-    assert main([a, str(tmp_path / "none")]) == 2 and "no such file" in capsys.readouterr().err
+    assert cli.main(["compare", a, str(tmp_path / "none")]) == 2 and "no such file" in capsys.readouterr().err
     (tmp_path / "a" / "metrics.jsonl").write_text("{]\n")
-    assert main([a, a]) == 2 and "line 1" in capsys.readouterr().err
+    assert cli.main(["compare", a, a]) == 2 and "line 1" in capsys.readouterr().err
     empty = write(tmp_path / "empty", [])
-    assert main([empty, empty]) == 2
+    assert cli.main(["compare", empty, empty]) == 2

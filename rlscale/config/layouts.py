@@ -76,7 +76,7 @@ def _world(key: str, layout: ParallelConfig, world: int | None) -> Iterator[Refu
         yield Refusal(
             (tp_key, pp_key, sp_key),
             f"{' and '.join(set_by)}: {what} = {sizes} = {product} does not divide the {world} processes of this run; "
-            f"{what} could be {_near_divisors(world, product)}, or start a multiple of {product} processes",
+            f"{what} could be {listed(divisors(world), product)}, or start a multiple of {product} processes",
             "does not divide the world",
         )
     ep, ep_key = layout.expert_model_parallel_size, f"{key}.expert_model_parallel_size"
@@ -125,7 +125,11 @@ def _zero(key: str, layout: ParallelConfig, tied: bool) -> Iterator[Refusal]:
         )
 
 
-def _near_divisors(n: int, near: int, count: int = 8) -> str:
-    """At most ``count`` divisors of ``n``, those nearest to ``near``, ascending."""
-    divisors = sorted((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - near), d))
-    return ", ".join(map(str, sorted(divisors[:count])))
+def divisors(n: int) -> list[int]:
+    """Ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def listed(numbers: list[int], near: int, count: int = 8) -> str:
+    """At most ``count`` of the numbers, those nearest to ``near``, ascending."""
+    return ", ".join(map(str, sorted(sorted(numbers, key=lambda x: (abs(x - near), x))[:count])))

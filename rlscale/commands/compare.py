@@ -1,6 +1,6 @@
 """Whether two runs took the same steps: every training metric of metrics.jsonl, step by step.
 
-    python tools/compare_runs.py runs/a runs/b [--rtol 1e-5]
+    rlscale compare runs/a runs/b [--rtol 1e-5]
 
 Times and rates are left out (timing_s/*, names that end in _s, and perf/* but perf/total_tokens). Exit status 0: equal;
 1: different, with the first difference by step and name; 2: something cannot be read.
@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 
 from rlscale.observe.writers import METRICS, read_records
 
-SAME, DIFFERENT, UNREADABLE = 0, 1, 2
+SAME, DIFFERENT = 0, 1
 
 
 def is_training_metric(name: str) -> bool:
@@ -55,22 +51,18 @@ def _equal(x: Any, y: Any, rtol: float) -> bool:
     return x == y or (math.isnan(x) and math.isnan(y)) or math.isclose(x, y, rel_tol=rtol)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="run folder")
     parser.add_argument("b", metavar="B", help="run folder")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative difference that is let pass (default 0)")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> int:
     if not args.rtol >= 0:
-        parser.error(f"--rtol {args.rtol:g} is not a relative difference")
-    try:
-        a, b = (read_records(folder) for folder in (args.a, args.b))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return UNREADABLE
+        raise ValueError(f"--rtol {args.rtol:g} is not a relative difference")
+    a, b = (read_records(folder) for folder in (args.a, args.b))
     if not a and not b:
-        print(f"error: neither run has a step in its {METRICS}", file=sys.stderr)
-        return UNREADABLE
+        raise ValueError(f"neither run has a step in its {METRICS}")
     found = list(differences(a, b, args.rtol))
     names = {name for record in a for name in record if is_training_metric(name)} - {"step"}
     if found:
@@ -80,7 +72,3 @@ def main(argv: list[str]) -> int:
         return DIFFERENT
     print(f"equal: {len(a)} steps, {len(names)} training metrics")
     return SAME
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

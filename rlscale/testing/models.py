@@ -1,4 +1,4 @@
-"""Tiny Hugging Face folders for tests: random weights of a real architecture, a real tokenizer, a chat template.
+"""Tiny models: random weights of a real architecture; a folder with them, a real tokenizer and a chat template.
 
 A model of 0.1 to 1 M parameters shows every error of a layout that a large one shows, in milliseconds, if its outputs
 are not nearly uniform: Hugging Face's initialisation (std 0.02) makes logits so flat that a wrong head or a swapped
@@ -18,17 +18,29 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rlscale.model.arch import ModelSpec
+
 PAD, EOS, START, END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
-ARCHITECTURES |= {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
+DENSE = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+EXPERTS = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
+ARCHITECTURES = DENSE | EXPERTS
 # where a word begins with a space, which is \u0120 in the byte-level alphabet
 WORDS = "user assistant system What _is _the _answer _sum _of _and _number _+ _= _please".replace("_", "\u0120").split()
 CACHE_LIMIT = 200  # folders kept over sessions; each is 1 to 4 MB
+
+
+def make_spec(**changes: Any) -> ModelSpec:
+    """Shapes alone, of a Llama that most layouts can split; ``changes`` replace fields."""
+    fields: dict[str, Any] = {
+        "architecture": "LlamaForCausalLM", "num_layers": 4, "hidden": 8, "ffn": 16, "heads": 8, "kv_heads": 4,
+        "head_dim": 2, "vocab": 37, "norm_eps": 1e-6, "inv_freq": (1.0,),
+    }  # fmt: skip
+    return ModelSpec(**(fields | changes))
 
 
 def tiny_model(
@@ -58,9 +70,9 @@ def tiny_model(
     Several processes may ask for the same folder at one time: each builds its own and the first rename wins.
     """
     hidden = hidden or heads * head_dim
-    shape = {"arch": arch, "tied": tied, "heads": heads, "kv_heads": kv_heads, "layers": layers, "vocab": vocab}
+    shape: dict[str, Any] = {"arch": arch, "tied": tied, "heads": heads, "kv_heads": kv_heads, "layers": layers}
     shape |= {"hidden": hidden, "ffn": ffn or 2 * hidden, "head_dim": head_dim, "dtype": dtype, "seed": seed}
-    shape |= {"config": config}
+    shape |= {"vocab": vocab, "config": config}
     code = Path(__file__).read_bytes() + json.dumps(shape, sort_keys=True).encode()
     root = Path(tempfile.gettempdir()) / f"rlscale-tests-{os.getuid()}" / "models"
     folder = root / f"{arch}-{hashlib.sha256(code).hexdigest()[:16]}"
@@ -109,28 +121,16 @@ def _build(
     import transformers
 
     tokenizer = tiny_tokenizer(min(vocab, 384))
-    name = ARCHITECTURES[arch]
-    if name in ("Mixtral", "Qwen3Moe"):
-        config = {"num_local_experts": 4, "num_experts_per_tok": 2} | config
-    if name == "Qwen3Moe":
-        config = {"moe_intermediate_size": ffn, "norm_topk_prob": True} | config
-    hf_config = getattr(transformers, f"{name}Config")(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        tie_word_embeddings=tied,
-        max_position_embeddings=1024,
-        bos_token_id=tokenizer.convert_tokens_to_ids(START),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **config,
-    )
-    model = getattr(transformers, f"{name}ForCausalLM")(hf_config).to(torch.float32)
-    _sharpen(model, torch.Generator().manual_seed(seed), tokenizer.eos_token_id)
+    defaults = {"max_position_embeddings": 1024, "bos_token_id": tokenizer.convert_tokens_to_ids(START)}
+    defaults |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    hf_config = model_config(
+        arch, tied=tied, heads=heads, kv_heads=kv_heads, layers=layers, hidden=hidden, ffn=ffn, vocab=vocab,
+        head_dim=head_dim, **(defaults | config),
+    )  # fmt: skip
+    model = getattr(transformers, f"{ARCHITECTURES[arch]}ForCausalLM")(hf_config).to(torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    draw_weights(model, generator)
+    _likely_end(model, generator, tokenizer.eos_token_id)
     model.to(getattr(torch, dtype))
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -140,23 +140,47 @@ def _build(
     tokenizer.save_pretrained(folder)
 
 
-def _sharpen(model: Any, generator: Any, eos: int) -> None:
-    """Weights from ``generator`` with logits of standard deviation about 2, and a likely end of sequence."""
-    import torch
+def model_config(
+    arch: str, *, tied: bool, heads: int, kv_heads: int, layers: int, hidden: int, ffn: int, vocab: int, head_dim: int,
+    **config: Any,
+) -> Any:  # fmt: skip
+    """The Hugging Face configuration of these sizes; ``config``: its further fields. 4 experts where the architecture
+    has any."""
+    import transformers
 
-    def normal(p: Any, std: float, mean: float = 0.0) -> None:
-        p.copy_(torch.randn(p.shape, generator=generator) * std + mean)
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2} if arch in EXPERTS else {}
+    if arch == "qwen3_moe":
+        experts |= {"moe_intermediate_size": ffn, "norm_topk_prob": True}
+    sizes = {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+    return getattr(transformers, f"{ARCHITECTURES[arch]}Config")(**(experts | sizes | config))
+
+
+def draw_weights(model: Any, generator: Any) -> None:
+    """Random weights in place, scaled to their fan-in: logits have a standard deviation of about 2."""
+    import torch
 
     with torch.no_grad():
         for name, p in sorted(model.named_parameters()):
+            noise = torch.randn(p.shape, generator=generator)
             if "embed_tokens" in name or "lm_head" in name:
-                normal(p, 2 / math.sqrt(p.shape[1]))
+                p.copy_(noise * (2 / math.sqrt(p.shape[1])))
             elif name.endswith("norm.weight"):
-                normal(p, 0.2, mean=1.0)
+                p.copy_(noise * 0.2 + 1.0)
             elif p.dim() == 1:
-                normal(p, 0.3)
+                p.copy_(noise * 0.3)
             else:
-                normal(p, 1 / math.sqrt(p.shape[-1]))
+                p.copy_(noise * (1 / math.sqrt(p.shape[-1])))
+
+
+def _likely_end(model: Any, generator: Any, eos: int) -> None:
+    """Set the row of the end-of-sequence token so that its probability is about 0.1."""
+    import torch
+
+    with torch.no_grad():
         head = model.lm_head.weight
         tokens = torch.randint(head.shape[0], (8, 32), generator=generator)
         mean = model.model(tokens).last_hidden_state.mean((0, 1))
