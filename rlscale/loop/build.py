@@ -50,7 +50,7 @@ def build(checked: Checked, task: Task, device: Device, started: float) -> Run:
         scorers = {p.scorer for p in data.all() + (val.all() if val else [])}
         targets_of(cfg.reward, scorers)  # on every rank, so that all refuse a bad scorer alike
         if point is not None:
-            archive_later(cfg, point, device)
+            archive_later(cfg, point)
         checkpoints = CheckpointManager(cfg, device, progress)
         writer = _writer(cfg, device, point, checkpoints)
         parts.callback(writer.close)

@@ -71,11 +71,11 @@ class CheckpointManager:
             whether there is a checkpoint to go on from.
         """
         self.wait()
-        saved = on_first(self.device, self.saver.store.steps)
+        saved = on_first(self.saver.store.steps)
         if self.cfg.trainer.save_freq >= 0 and state.step > max(saved, default=0):
             self.save(state, engines, {})
             self.wait()
-            saved = on_first(self.device, self.saver.store.steps)
+            saved = on_first(self.saver.store.steps)
         return bool(saved)
 
     def wait(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlscale.cluster.collective import gather
+from rlscale.cluster.collective import on_each
 from rlscale.reshard.canonical import VALUE_HEAD
 from rlscale.reshard.layout import Box, Layout, Piece, volume, whole
 from rlscale.reshard.plan import DEFAULT_BUCKET_BYTES, plan
@@ -269,16 +269,11 @@ def export_hf(
 
 def _together(folder: Path, group: dist.ProcessGroup | None, action: Callable[[], None]) -> None:
     """Run an action of the writer; if it fails, raise the same error on every rank."""
-    failure: tuple[type[Exception], str] | None = None
-    cause: Exception | None = None
-    try:
-        action()
-    except (OSError, ValueError) as error:
-        cause = error
-        failure = (ValueError if isinstance(error, ValueError) else OSError, str(error))
-    failure = next((told for told in gather(failure, group) if told is not None), None)
-    if failure is not None:
-        raise failure[0](f"export to {folder} failed: {failure[1]}") from cause
+    on_each(
+        action, group, catch=(OSError, ValueError),
+        describe=lambda error: (ValueError if isinstance(error, ValueError) else OSError, str(error)),
+        raised=lambda told: told[0](f"export to {folder} failed: {told[1]}"),
+    )  # fmt: skip
 
 
 def _stranger(folder: Path) -> str | None:

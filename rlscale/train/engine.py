@@ -21,6 +21,7 @@ from torch import Tensor
 from rlscale.batch.microbatch import plan_micro_batches
 from rlscale.batch.types import LossFn, ModelOut, PackedBatch
 from rlscale.cluster import megatron_cpu
+from rlscale.cluster.collective import gather
 from rlscale.cluster.device import Device
 from rlscale.cluster.mesh import Mesh, ParallelDims
 from rlscale.config.layouts import refusals
@@ -390,10 +391,8 @@ class Engine:
         for record in records:
             for name, value in record.items():
                 mine[name] = mine.get(name, 0.0) + float(value)
-        everyone: list[Any] = [None] * self.device.world
-        dist.all_gather_object(everyone, mine)
         total: dict[str, float] = {}
-        for sums in everyone:
+        for sums in gather(mine):
             for name, value in sums.items():
                 total[name] = total.get(name, 0.0) + value
         return total
