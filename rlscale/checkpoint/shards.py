@@ -8,7 +8,6 @@ and maps just those bytes.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +21,7 @@ from torch import Tensor
 from rlscale.checkpoint.checksum import Checksum
 from rlscale.checkpoint.store import Damaged, Entry, Record
 from rlscale.reshard.layout import Box, Layout, Piece, intersect, subtract, volume, whole
-from rlscale.reshard.safetensors_io import TYPE_NAMES, TYPES
+from rlscale.reshard.safetensors_file import TYPES, make_header, read_header
 from rlscale.reshard.transport import region
 
 LAYOUT = "layout.json"
@@ -135,15 +134,9 @@ def snapshot(tensors: Mapping[str, Tensor], memory: Tensor | None) -> tuple[dict
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
     """Write a safetensors file and flush it to the disk; at most two chunks are held besides the tensors."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in tensors.items():
-        stop = at + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}  # type: ignore[dict-item]
-        at = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)
+    head, _ = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, align=64)
     with _Output(path) as output:
-        output.write(memoryview(len(text).to_bytes(8, "little") + text))
+        output.write(memoryview(head))
         for tensor in tensors.values():
             for part in _chunks(tensor):
                 output.write(part)
@@ -273,17 +266,19 @@ class Shards:
 def _mapped(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file as views of its mapping."""
     try:
+        entries, data = read_header(path)
         with open(path, "rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        start = 8 + int.from_bytes(mapping[:8], "little")
-        header = json.loads(mapping[8:start])
-        header.pop("__metadata__", None)
-        out = {}
-        for name, entry in header.items():
-            dtype, shape, (lo, hi) = TYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            count = (hi - lo) // dtype.itemsize
-            flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + lo) if count else torch.empty(0)
+    except (OSError, ValueError) as error:
+        raise Damaged(str(error)) from error
+    out = {}
+    for name, (kind, shape, start, stop) in entries.items():
+        try:
+            count = (stop - start) // TYPES[kind].itemsize
+            flat = torch.empty(0)
+            if count:
+                flat = torch.frombuffer(mapping, dtype=TYPES[kind], count=count, offset=data + start)
             out[name] = flat.view(shape)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise Damaged(f"{path}: cannot be read as safetensors ({error})") from error
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise Damaged(f"{path}: tensor {name} of type {kind} cannot be read ({error})") from error
     return out

@@ -23,8 +23,8 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
     from rlscale.checkpoint.store import read_record
     from rlscale.model.arch import ModelSpec, folder_problem, resolve_folder
     from rlscale.reshard.canonical import hf_shapes
+    from rlscale.reshard.hf_export import export_hf
     from rlscale.reshard.layout import Layout, Piece
-    from rlscale.reshard.safetensors_io import export_hf
 
     record = read_record(checkpoint)
     record.verify()

@@ -30,9 +30,9 @@ from rlscale.model.arch import ModelSpec, resolve_folder
 from rlscale.model.gpt import Stage, build_config
 from rlscale.model.packing import PackedSequence, pack_sequence
 from rlscale.reshard.canonical import VALUE_HEAD
+from rlscale.reshard.hf_load import load_pieces
 from rlscale.reshard.layout import Layout
 from rlscale.reshard.megatron import megatron_layout
-from rlscale.reshard.safetensors_io import load_pieces
 from rlscale.reshard.transport import region
 from rlscale.train.offload import HostCopies, make_resizable, storages
 from rlscale.train.schedule import learning_rate
