@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 
 from rlscale.checkpoint import Content, Retention, Saver, Shards, Store
 from rlscale.checkpoint.shards import State, collect
-from rlscale.cluster.device import free_port
+from rlscale.cluster.process import free_port
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard.canonical import hf_shapes
 from rlscale.reshard.layout import Layout, Piece, whole

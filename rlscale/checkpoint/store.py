@@ -202,12 +202,7 @@ class Store:
 
     def set_aside(self, step: int, ending: str = DAMAGED) -> Path:
         """Take a checkpoint out of the way, so that it neither counts nor is looked at again."""
-        path = self.path(step)
-        target = path.with_name(path.name + ending)
-        if target.exists():
-            shutil.rmtree(target)
-        path.rename(target)
-        return target
+        return _take_away(self.path(step), ending)
 
     def prune(self, retention: Retention) -> list[int]:
         """Delete what the retention lets go, of the complete checkpoints; returns their steps."""
@@ -282,9 +277,9 @@ def _digest(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _take_away(path: Path) -> Path:
-    """Rename a checkpoint that is to be deleted: it is at no time half there under its own name."""
-    target = path.with_name(path.name + DELETED)
+def _take_away(path: Path, ending: str = DELETED) -> Path:
+    """Rename a checkpoint, e.g. before it is deleted: it is at no time half there under its own name."""
+    target = path.with_name(path.name + ending)
     if target.exists():
         shutil.rmtree(target)
     path.rename(target)

@@ -22,7 +22,7 @@ import torch
 
 from rlscale.batch.types import Trajectory
 from rlscale.cluster.collective import gather
-from rlscale.cluster.device import say
+from rlscale.cluster.process import say
 from rlscale.config.schema import Config
 from rlscale.reshard.layout import Layout
 from rlscale.rollout.backend import Backend, Output

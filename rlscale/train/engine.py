@@ -393,6 +393,6 @@ class Engine:
                 mine[name] = mine.get(name, 0.0) + float(value)
         total: dict[str, float] = {}
         for sums in gather(mine):
-            for name, value in sums.items():
-                total[name] = total.get(name, 0.0) + value
+            for name, number in sums.items():
+                total[name] = total.get(name, 0.0) + number
         return total

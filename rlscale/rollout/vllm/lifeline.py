@@ -8,12 +8,10 @@ soon as the trainer is gone.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import signal
-import threading
 from typing import Any
+
+from rlscale.cluster.process import follow
 
 _followed: set[int] = set()
 
@@ -38,24 +36,6 @@ def _arrive(pid: int, cores: tuple[int, ...]) -> Lifeline:
     if os.getpid() != pid and pid not in _followed:
         if cores:
             os.sched_setaffinity(0, cores)
+        _followed.add(pid)
         follow(pid)
     return Lifeline(pid, cores)
-
-
-def follow(pid: int) -> None:
-    """End this process, without ceremony, when process ``pid`` ends (at once if it has ended)."""
-    _followed.add(pid)
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
-    except OSError:  # a kernel without pidfd: only the orderly ways to end remain
-        return
-    threading.Thread(target=_wait_and_end, args=(handle,), name="lifeline", daemon=True).start()
-
-
-def _wait_and_end(handle: int) -> None:
-    with contextlib.suppress(InterruptedError):
-        select.select([handle], [], [])  # readable when the process has ended
-    os.kill(os.getpid(), signal.SIGKILL)
