@@ -21,7 +21,8 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
 
     from rlscale.checkpoint import Shards
     from rlscale.checkpoint.store import read_record
-    from rlscale.model.arch import ModelSpec, folder_problem, resolve_folder
+    from rlscale.config.paths import folder_problem, resolve_folder
+    from rlscale.model.arch import ModelSpec
     from rlscale.reshard.canonical import hf_shapes
     from rlscale.reshard.hf_export import export_hf
     from rlscale.reshard.layout import Layout, Piece

@@ -25,8 +25,9 @@ from rlscale.cluster.collective import gather
 from rlscale.cluster.device import Device
 from rlscale.cluster.mesh import Mesh, ParallelDims
 from rlscale.config.layouts import refusals
+from rlscale.config.paths import resolve_folder
 from rlscale.config.schema import OptimConfig, ParallelConfig
-from rlscale.model.arch import ModelSpec, resolve_folder
+from rlscale.model.arch import ModelSpec
 from rlscale.model.gpt import Stage, build_config
 from rlscale.model.packing import PackedSequence, pack_sequence
 from rlscale.reshard.canonical import VALUE_HEAD
