@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlscale.checkpoint.checksum import Checksum
 from rlscale.checkpoint.store import Damaged, Entry, Record
-from rlscale.reshard.layout import Box, Layout, Piece, intersect, subtract, volume, whole
+from rlscale.reshard.layout import Box, Layout, Piece, divide, intersect, subtract, volume, whole
 from rlscale.reshard.safetensors_file import TYPES, make_header, read_header
 from rlscale.reshard.transport import region
 
@@ -52,7 +52,7 @@ def share_out(layout: Layout, load: dict[int, int] | None = None) -> list[Piece]
     out: list[Piece] = []
     for box, holders in sorted(_disjoint(layout), key=lambda entry: -volume(entry[0])):
         ranks = list({p.rank: p for p in reversed(holders)}.values())
-        parts = _divide(box, len(ranks)) if volume(box) >= SHARE_ELEMENTS else [box]
+        parts = divide(box, len(ranks)) if volume(box) >= SHARE_ELEMENTS else [box]
         for part in parts:
             writer = min(ranks, key=lambda p: (load.get(p.rank, 0), p.rank))
             load[writer.rank] = load.get(writer.rank, 0) + volume(part)
@@ -71,14 +71,6 @@ def _disjoint(layout: Layout) -> Iterator[tuple[Box, list[Piece]]]:
             for part in subtract([box], taken):
                 yield part, holders
             taken.append(box)
-
-
-def _divide(box: Box, parts: int) -> list[Box]:
-    """Cut along the first dimension into nearly equal parts, at most one a row."""
-    (start, stop), rest = box[0], box[1:]
-    parts = min(parts, stop - start)
-    edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
-    return [((lo, hi), *rest) for lo, hi in zip(edges, edges[1:], strict=False)]
 
 
 @dataclass
