@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rlscale.checkpoint.shards import LAYOUT, Own, State, collect, file_of, snapshot, write_tensors
+from rlscale.checkpoint.shards import LAYOUT, RankShard, State, collect, file_of, snapshot, write_tensors
 from rlscale.checkpoint.store import Entry, Retention, Store, write_json
 from rlscale.cluster.collective import on_each, on_first
 
@@ -30,7 +30,7 @@ class SaveError(RuntimeError):
 
 
 @dataclass
-class Content:
+class CheckpointData:
     """What a checkpoint holds.
 
     Attributes:
@@ -72,7 +72,7 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.failure: str | None = None
 
-    def save(self, step: int, content: Content) -> None:
+    def save(self, step: int, content: CheckpointData) -> None:
         """Save; an asynchronous save waits for the one before it and starts its own.
 
         Raises:
@@ -106,7 +106,7 @@ class Saver:
         if failure is not None:
             raise SaveError(failure)
 
-    def _write(self, step: int, own: Own, content: Content) -> None:
+    def _write(self, step: int, own: RankShard, content: CheckpointData) -> None:
         """Every rank writes its files, the first one the rest; ``failure``, alike on all: what went wrong."""
         folder, failed = self.store.partial(step), f"checkpoint {self.store.path(step)} could not be written"
         together: Any = {"group": self.group, "raised": SaveError, "describe": self._describe}
@@ -127,14 +127,14 @@ class Saver:
         what = error.strerror or error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         return f"rank {self.rank}: {what}"
 
-    def _publish(self, step: int, written: list[dict[str, Entry]], own: Own, content: Content) -> None:
+    def _publish(self, step: int, written: list[dict[str, Entry]], own: RankShard, content: CheckpointData) -> None:
         folder = self.store.partial(step)
         files = {name: entry for of_rank in written for name, entry in of_rank.items()}
         files[LAYOUT] = write_json(folder / LAYOUT, own.layout)
         files[RUN] = write_json(folder / RUN, dict(content.run))
         self.store.publish(step, files, content.notes)
 
-    def _files(self, folder: Path, own: Own, content: Content) -> dict[str, Entry]:
+    def _files(self, folder: Path, own: RankShard, content: CheckpointData) -> dict[str, Entry]:
         """This rank's files."""
         tensors, values = file_of(self.rank), own_file(self.rank)
         return {

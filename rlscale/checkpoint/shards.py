@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlscale.checkpoint.checksum import Checksum
-from rlscale.checkpoint.store import Damaged, Entry, Record
+from rlscale.checkpoint.store import Damaged, Entry, Manifest
 from rlscale.reshard.layout import Box, Layout, Piece, divide, intersect, subtract, volume, whole
 from rlscale.reshard.safetensors_file import TYPES, make_header, read_header
 from rlscale.reshard.transport import region
@@ -74,14 +74,14 @@ def _disjoint(layout: Layout) -> Iterator[tuple[Box, list[Piece]]]:
 
 
 @dataclass
-class Own:
+class RankShard:
     """What this rank writes: tensors by their names in its file, and the whole layout for `LAYOUT` (on every rank)."""
 
     tensors: dict[str, Tensor]
     layout: dict[str, Any]
 
 
-def collect(states: Mapping[str, State], rank: int) -> Own:
+def collect(states: Mapping[str, State], rank: int) -> RankShard:
     """This rank's share of the states. No copies: the tensors are views of the live buffers."""
     load: dict[int, int] = {}
     tensors: dict[str, Tensor] = {}
@@ -98,7 +98,7 @@ def collect(states: Mapping[str, State], rank: int) -> Own:
         for piece in pieces:
             if piece.rank == rank:
                 tensors[_key(state, piece.name, piece.index)] = region(buffers[piece.key], piece)
-    return Own(tensors, described)
+    return RankShard(tensors, described)
 
 
 def _key(state: str, name: str, index: Box) -> str:
@@ -201,11 +201,11 @@ class Shards:
         Damaged: from every method, where a file does not hold what the layout says.
     """
 
-    record: Record
+    manifest: Manifest
     opened: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.described: dict[str, Any] = self.record.json(LAYOUT)
+        self.described: dict[str, Any] = self.manifest.json(LAYOUT)
         self._layouts: dict[str, Layout] = {}
 
     @property
@@ -227,7 +227,7 @@ class Shards:
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """All tensors of one file, mapped and not read; writing into them changes memory only."""
         if rank not in self.opened:
-            self.opened[rank] = _mapped(self.record.path / file_of(rank))
+            self.opened[rank] = _mapped(self.manifest.path / file_of(rank))
         return self.opened[rank]
 
     def read(self, state: str, wanted: Iterable[Piece], into: Mapping[str, Tensor]) -> int:
@@ -239,7 +239,7 @@ class Shards:
         source, read = self.layout(state), 0
         for piece in wanted:
             if piece.name not in source.shapes:
-                raise ValueError(f"{self.record.path}: {state} of tensor {piece.name} is not in this checkpoint")
+                raise ValueError(f"{self.manifest.path}: {state} of tensor {piece.name} is not in this checkpoint")
             for box, [held, *_] in source.boxes[piece.name].items():
                 common = intersect(box, piece.index)
                 if common is not None:
@@ -251,7 +251,7 @@ class Shards:
     def _tensor(self, piece: Piece) -> Tensor:
         tensor = self.tensors(piece.rank).get(piece.key)
         if tensor is None or tuple(tensor.shape) != piece.shape:
-            raise Damaged(f"{self.record.path / file_of(piece.rank)}: lacks {piece.key} of shape {list(piece.shape)}")
+            raise Damaged(f"{self.manifest.path / file_of(piece.rank)}: lacks {piece.key} of shape {list(piece.shape)}")
         return tensor
 
 

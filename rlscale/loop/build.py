@@ -104,7 +104,7 @@ def announcement(
     """What a run says before its models are loaded and its engines started."""
     lines = [_data_line(cfg, data, val)]
     if point is not None:
-        lines += [*point.messages, f"resuming after step {point.step} from {point.record.path}"]
+        lines += [*point.messages, f"resuming after step {point.step} from {point.manifest.path}"]
     lines += [f"WARNING: {warning}" for warning in unreached_learning_rates(cfg, steps)]
     engines = device.world // cfg.rollout.tensor_model_parallel_size
     logs = f"{cfg.trainer.run_dir}/engines"

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlscale.checkpoint import Damaged, Record, Store
+from rlscale.checkpoint import Damaged, Manifest, Store
 from rlscale.checkpoint.saver import RUN
-from rlscale.checkpoint.store import ABANDONED, read_record
+from rlscale.checkpoint.store import ABANDONED, read_manifest
 from rlscale.cluster import collective
 from rlscale.cluster.device import Device
 from rlscale.config import to_dict
@@ -32,16 +32,16 @@ class ResumePoint:
         messages: for the user.
     """
 
-    record: Record
+    manifest: Manifest
     in_place: bool
     messages: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.state: dict[str, Any] = self.record.json(RUN)
+        self.state: dict[str, Any] = self.manifest.json(RUN)
 
     @property
     def step(self) -> int:
-        return self.record.step
+        return self.manifest.step
 
 
 def find(cfg: Config, device: Device) -> ResumePoint | None:
@@ -61,16 +61,16 @@ def find(cfg: Config, device: Device) -> ResumePoint | None:
     store, given = Store(folder_of(cfg)), cfg.trainer.resume_from_path
     found, messages = _latest_whole(store, device) if cfg.trainer.resume_mode == "auto" else (None, [])
     if found is not None:
-        resume = ResumePoint(read_record(found), True, messages)
+        resume = ResumePoint(read_manifest(found), True, messages)
     elif given is not None:
         path = Path(given).expanduser()
         problem = _problem(path, device)
         if problem is not None:
             raise ValueError(f"trainer.resume_from_path: {problem}")
-        resume = ResumePoint(read_record(path), path.resolve().parent == store.root.resolve(), messages)
+        resume = ResumePoint(read_manifest(path), path.resolve().parent == store.root.resolve(), messages)
     else:
         return None
-    resume.messages += check_config(resume.state["config"], to_dict(cfg), resume.record.path)
+    resume.messages += check_config(resume.state["config"], to_dict(cfg), resume.manifest.path)
     return resume
 
 
@@ -113,8 +113,8 @@ def _problem(path: Path, device: Device) -> str | None:
     """What is wrong with a checkpoint; every rank reads a share of its files, and all get the same answer."""
     problem: str | None = None
     try:
-        record = read_record(path)
-        record.verify(sorted(record.files)[device.rank :: device.world])
+        manifest = read_manifest(path)
+        manifest.verify(sorted(manifest.files)[device.rank :: device.world])
     except Damaged as error:
         problem = str(error)
     return next((p for p in collective.gather(problem) if p is not None), None)
