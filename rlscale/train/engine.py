@@ -28,7 +28,8 @@ from rlscale.config.layouts import refusals
 from rlscale.config.paths import resolve_folder
 from rlscale.config.schema import OptimConfig, ParallelConfig
 from rlscale.model.arch import ModelSpec
-from rlscale.model.gpt import Stage, build_config
+from rlscale.model.gpt import Stage
+from rlscale.model.megatron_config import build_config
 from rlscale.model.packing import PackedSequence, pack_sequence
 from rlscale.reshard.canonical import VALUE_HEAD
 from rlscale.reshard.hf_load import load_pieces
