@@ -51,7 +51,7 @@ def build(checked: Checked, task: Task, device: Device, started: float, engine: 
         scorers = {p.scorer for p in data.all() + (val.all() if val else [])}
         targets_of(cfg.reward, scorers)  # on every rank, so that all refuse a bad scorer alike
         if point is not None:
-            archive_later(cfg, point, device)
+            archive_later(cfg, point)
         checkpoints = CheckpointManager(cfg, device, progress)
         writer = _writer(cfg, device, point, checkpoints)
         parts.callback(writer.close)
@@ -76,7 +76,7 @@ def build(checked: Checked, task: Task, device: Device, started: float, engine: 
             rollout.sync(models["actor"].layout, models["actor"].tensors())
         progress.restart_clock()
         return Run(
-            cfg, device, task, started, point is not None, steps, state, val, models, rollout, pool, writer, progress,
+            cfg, device, started, point is not None, steps, state, val, models, rollout, pool, writer, progress,
             checkpoints, watch, parts.pop_all(),
         )  # fmt: skip
 
@@ -106,7 +106,7 @@ def announcement(
     """What a run says before its models are loaded and its engines started."""
     lines = [_data_line(cfg, data, val)]
     if point is not None:
-        lines += [*point.messages, f"resuming after step {point.step} from {point.record.path}"]
+        lines += [*point.messages, f"resuming after step {point.step} from {point.manifest.path}"]
     lines += [f"WARNING: {warning}" for warning in unreached_learning_rates(cfg, steps)]
     engines = device.world // cfg.rollout.tensor_model_parallel_size
     logs = f"{cfg.trainer.run_dir}/engines"

@@ -51,7 +51,8 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             print(describe(checked, world))
         return 0
-    from rlscale.cluster.device import follow_launcher, init_distributed, prepare_process
+    from rlscale.cluster.device import init_distributed, prepare_process
+    from rlscale.cluster.process import follow_launcher
     from rlscale.rollout.vllm.client import start_early
 
     follow_launcher()
@@ -107,7 +108,7 @@ def fail(message: str, rank: int, code: int, every_rank: bool = False) -> int:
     The launcher ends all ranks as soon as one has failed. An error that all ranks have found alike is told by the first
     rank, and the others give it the time to.
     """
-    from rlscale.cluster.device import say
+    from rlscale.cluster.process import say
 
     if rank and not every_rank:
         time.sleep(5)

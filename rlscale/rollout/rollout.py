@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlscale.batch.types import Trajectory
-from rlscale.cluster.device import say
+from rlscale.cluster.collective import gather
+from rlscale.cluster.process import say
 from rlscale.config.schema import Config
 from rlscale.reshard.layout import Layout
 from rlscale.rollout.backend import Backend, Output
-from rlscale.rollout.ranks import EngineError, RolloutRanks, gather
+from rlscale.rollout.ranks import EngineError, RolloutRanks
 from rlscale.rollout.sampling import Claims, FixedShare, Sampling, sample_seed
 from rlscale.rollout.trajectory import Sampler, sample_trajectory
 from rlscale.rollout.vllm.client import VllmBackend, log_of

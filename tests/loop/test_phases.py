@@ -91,7 +91,6 @@ def steps(
     run = Run(
         cfg=cfg,
         device=SimpleNamespace(synchronize=lambda: None, rank=0),  # type: ignore[arg-type]
-        task=module.TASK,
         started=0.0,
         resumed=False,
         total_steps=count,

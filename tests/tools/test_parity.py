@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlscale.cluster.device import free_port
+from rlscale.cluster.process import free_port
 from rlscale.testing.models import ARCHITECTURES
 from rlscale.testing.parity import cases, comparison, run
 from rlscale.testing.parity.cases import Case, Difference

@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from rlscale.cluster.device import tune_malloc
-
-#: bytes from which an allocation is mapped by itself: what vLLM's processes get by ``settings.MALLOC``
-ENGINE_MMAP_THRESHOLD = 2**31 - 1
+from rlscale.cluster.process import follow, tune_malloc
 
 _followed: set[int] = set()
 _forking: tuple[int, Lifeline] | None = None  # the thread whose forks are an engine's, and the engine's lifeline
@@ -55,6 +50,7 @@ def _arrive(pid: int, cores: tuple[int, ...]) -> Lifeline:
     if os.getpid() != pid and pid not in _followed:
         if cores:
             os.sched_setaffinity(0, cores)
+        _followed.add(pid)
         follow(pid)
     return Lifeline(pid, cores)
 
@@ -68,27 +64,8 @@ def _forked() -> None:
 
     (_, lifeline), _forking = _forking, None
     _arrive(lifeline.pid, lifeline.cores)
-    torch.set_num_threads(max(1, len(lifeline.cores)))  # OpenMP has read its variable in the trainer
-    tune_malloc(ENGINE_MMAP_THRESHOLD)  # as glibc has
+    torch.set_num_threads(max(1, len(lifeline.cores)))  # OpenMP has read its variable in the trainer,
+    tune_malloc(engine=True)  # and glibc has read its own
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-def follow(pid: int) -> None:
-    """End this process, without ceremony, when process ``pid`` ends (at once if it has ended)."""
-    _followed.add(pid)
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
-    except OSError:  # a kernel without pidfd: only the orderly ways to end remain
-        return
-    threading.Thread(target=_wait_and_end, args=(handle,), name="lifeline", daemon=True).start()
-
-
-def _wait_and_end(handle: int) -> None:
-    with contextlib.suppress(InterruptedError):
-        select.select([handle], [], [])  # readable when the process has ended
-    os.kill(os.getpid(), signal.SIGKILL)

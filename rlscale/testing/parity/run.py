@@ -56,7 +56,8 @@ def report(case: Case, found: list[Difference]) -> bool:
 
 def run_here(cases: list[Case], results: str | None) -> int:
     """Run cases in the world that the launcher has started; their differences go to the screen or a file of lines."""
-    from rlscale.cluster.device import follow_launcher, init_distributed
+    from rlscale.cluster.device import init_distributed
+    from rlscale.cluster.process import follow_launcher
 
     follow_launcher()
     device = init_distributed("auto", timeout_s=WITHIN)
@@ -79,7 +80,7 @@ def run_here(cases: list[Case], results: str | None) -> int:
 
 def launch(cases: list[Case], log: Path) -> Iterator[tuple[Case, list[Difference], float]]:
     """Run cases of one world size in as few started worlds as they allow; a case that ends its world is skipped."""
-    from rlscale.cluster.device import free_port
+    from rlscale.cluster.process import free_port
 
     world, left = cases[0].world, list(cases)
     with tempfile.TemporaryDirectory(prefix="rlscale-parity-") as folder:
