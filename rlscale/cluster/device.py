@@ -54,7 +54,7 @@ class Device:
             torch.cuda.empty_cache()
 
 
-def tune_malloc() -> bool:
+def tune_malloc(mmap_threshold: int = 32 << 20) -> bool:
     """Keep freed memory in the process (glibc only; True if it was done).
 
     Training allocates and frees the same tensors every step. By default glibc maps each of them afresh, and the page
@@ -66,8 +66,8 @@ def tune_malloc() -> bool:
         libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
     except (OSError, AttributeError):
         return False
-    wanted = ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20), (M_ARENA_MAX, 1))
-    return min(libc.mallopt(*pair) for pair in wanted) == 1
+    wanted = {M_MMAP_THRESHOLD: mmap_threshold, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 64 << 20, M_ARENA_MAX: 1}
+    return min(libc.mallopt(*pair) for pair in wanted.items()) == 1
 
 
 def prepare_process(kind: str) -> None:
@@ -78,6 +78,8 @@ def prepare_process(kind: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # torch.compile takes the vector instructions that the processor names; to try them out takes 2 s
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         tune_malloc()
 
 
@@ -133,13 +135,13 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, determinis
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(free_port())
-    rank, world, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = launched_as(kind)
     if kind == "cpu":
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(device.local_rank)
     quiet_libraries()
     import deepspeed
 
@@ -162,6 +164,12 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, determinis
             ) from error
     elif not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
+    return device
+
+
+def launched_as(kind: str) -> Device:
+    """This process as the launcher describes it, whether it has joined its world or not."""
+    rank, world, local = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     return Device(kind=kind, rank=rank, local_rank=local, world=world, local_world=local_world())
 
 

@@ -24,13 +24,14 @@ from rlscale.loop.tasks import Task
 from rlscale.observe.progress import Progress
 from rlscale.observe.writers import RunWriter
 from rlscale.reward.pool import RewardPool, targets_of
+from rlscale.rollout.backend import Backend
 from rlscale.rollout.rollout import Rollout
 from rlscale.train.engine import Batching, Engine
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def build(checked: Checked, task: Task, device: Device, started: float) -> Run:
+def build(checked: Checked, task: Task, device: Device, started: float, engine: Backend | None) -> Run:
     """Load data and models, start the engines, resume from a checkpoint if there is one to resume from.
 
     Collective; raises before anything trains if a part does not fit.
@@ -60,6 +61,7 @@ def build(checked: Checked, task: Task, device: Device, started: float) -> Run:
         rollout = Rollout(
             cfg, device, cfg.trainer.run_dir, eos_token_ids(cfg.model.path, tokenizer), tokenizer,
             weights=lambda: (models["actor"].layout, models["actor"].tensors()), interrupted=lambda: watch.requested,
+            backend=engine,
         )  # fmt: skip
         parts.callback(rollout.close)
         pool = RewardPool(cfg.reward, scorers) if rollout.is_leader else None

@@ -13,16 +13,18 @@ from rlscale.loop.run import Run
 from rlscale.loop.schedule import due, exports, saves
 from rlscale.loop.stopping import Stopped
 from rlscale.loop.tasks import load
+from rlscale.rollout.backend import Backend
 
 
-def train(checked: Checked, device: Device, started: float) -> str | None:
+def train(checked: Checked, device: Device, started: float, engine: Backend | None = None) -> str | None:
     """Run the configured task to its end, or until it is asked to stop: then the state reached is saved, and the
     reason is returned. Collective over the world; errors end the process with a message.
 
     Args:
         started: `time.monotonic` when the program began.
+        engine: this leader's engine, where its start has begun.
     """
-    run = build(checked, load(checked.cfg.task), device, started)
+    run = build(checked, load(checked.cfg.task), device, started, engine)
     run.watch.start()
     try:
         return Driver(run).run_until_stopped()
