@@ -11,6 +11,7 @@ Rewards are per token; the outcome of a sequence is ``S_i = sum_t r_t`` over its
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,7 +34,17 @@ from rlscale.algo.segments import (
     whiten,
 )
 
-ADVANTAGES = Registry("advantage estimator")
+ADVANTAGES = Registry(
+    "advantage estimator",
+    key="algorithm.adv_estimator",
+    args_key="algorithm.adv_args",
+    common={
+        "gamma": "algorithm.gamma",
+        "lam": "algorithm.lam",
+        "norm_by_std": "algorithm.norm_adv_by_std_in_grpo",
+    },
+)
+_ABOVE_0 = {"eps": {"above": 0}}
 
 
 @dataclass
@@ -65,6 +76,7 @@ class Batch:
     baselines: Tensor | None = None  # [B]
     components: Tensor | None = None  # [C, B]
     old_logprobs: Tensor | None = None  # [T]
+    ref_logprobs: Tensor | None = None  # [T]
     sum_pi_squared: Tensor | None = None  # [T]
     is_weights: Tensor | None = None  # [T]
 
@@ -142,6 +154,7 @@ def estimate_advantages(
     baselines: Tensor | None = None,
     components: Tensor | None = None,
     old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     is_weights: Tensor | None = None,
     on_invalid: str = "exclude",
@@ -151,81 +164,83 @@ def estimate_advantages(
 
     Args:
         token_rewards, mask: ``[T]``; cu_seqlens: ``[B+1]``; group: ``[B]`` integers, equal for responses to one prompt.
-        values: ``[T]`` (gae). baselines: ``[B]`` (remax: reward of the greedy response). components: ``[C, B]`` (gdpo).
-        old_logprobs, sum_pi_squared, is_weights: ``[T]`` (optimal_token_baseline).
-        gamma: discount a policy token; lam: lambda of GAE; norm_by_std: divide by the group's deviation.
+        values, old_logprobs, ref_logprobs, sum_pi_squared, is_weights: ``[T]``; baselines: ``[B]`` (reward of a greedy
+        response); components: ``[C, B]``: for estimators that need them.
+        gamma: discount per policy token; lam: lambda of GAE; norm_by_std: divide by the group's deviation.
         on_invalid: a reward that is not finite is left out with a warning that names it (``exclude``), or an ``error``.
         args: further arguments of this estimator.
 
     Raises:
-        ValueError: unknown estimator or argument, shapes that disagree, a needed input is missing, invalid reward.
+        ValueError: unknown estimator or argument, shapes that disagree, a needed input is missing, invalid reward,
+            or an estimator from a path that returns something else.
     """
+    algorithm = ADVANTAGES.find(name)
+    given = {"values": values, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    given |= {"sum_pi_squared": sum_pi_squared, "is_weights": is_weights}
     check_shapes(
         cu_seqlens,
-        per_token={
-            "token_rewards": token_rewards,
-            "mask": mask,
-            "values": values,
-            "is_weights": is_weights,
-            "old_logprobs": old_logprobs,
-            "sum_pi_squared": sum_pi_squared,
-        },
+        per_token={"token_rewards": token_rewards, "mask": mask, **given},
         per_sequence={"group": group, "baselines": baselines},
     )
     rows = cu_seqlens.numel() - 1
     if components is not None and (components.dim() != 2 or components.shape[1] != rows):
-        raise ValueError(
-            f"components has shape {tuple(components.shape)}, but there are {rows} sequences ([C, {rows}] is needed)"
-        )
+        raise ValueError(f"components has shape {tuple(components.shape)}, [C, {rows}] is needed: one each sequence")
     kwargs = ADVANTAGES.arguments(name, {"gamma": gamma, "lam": lam, "norm_by_std": norm_by_std}, args)
-    if group is None:
-        group = torch.arange(rows, device=mask.device)
     valid = positive(mask)
-    _refuse_not_finite(
-        valid,
-        {"values": values, "old_logprobs": old_logprobs, "sum_pi_squared": sum_pi_squared, "is_weights": is_weights},
-    )
-    if baselines is not None and not bool(torch.isfinite(baselines).all()):
-        bad = (~torch.isfinite(baselines)).nonzero().squeeze(1).tolist()
-        raise ValueError(f"baselines are not finite: sequences {bad[:20]}")
-    outcome = row_sums(token_rewards, valid, cu_seqlens)
+    _check_needed(name, algorithm.needs, valid, given, {"baselines": baselines, "components": components})
+    valid, usable, outcome, invalid = _usable(token_rewards, valid, cu_seqlens, components, on_invalid)
+    dtype = token_rewards.dtype if token_rewards.is_floating_point() else torch.float32
+    group = torch.arange(rows, device=mask.device) if group is None else torch.unique(group, return_inverse=True)[1]
+    extra = (values, baselines, components, old_logprobs, ref_logprobs, sum_pi_squared, is_weights)
+    batch = Batch(token_rewards, valid, cu_seqlens, group, usable, outcome, dtype, *extra)
+    out = algorithm.function(batch, **kwargs)
+    if not isinstance(out, tuple) or [getattr(x, "shape", None) for x in out] != [valid.shape] * 2:
+        raise ValueError(f"advantage estimator {name} must return two tensors, advantages and returns, of [T] each")
+    return Advantages(out[0].to(dtype), out[1].to(dtype), _group_metrics(batch, invalid), invalid)
+
+
+def _usable(
+    rewards: Tensor, valid: Tensor, cu: Tensor, components: Tensor | None, on_invalid: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``valid`` ``[T]`` without sequences whose reward is not finite; which are usable ``[B]``; their outcomes ``[B]``
+    float64; the numbers of those left out.
+    """
+    outcome = row_sums(rewards, valid, cu)
     finite = torch.isfinite(outcome)
     if components is not None:
         finite &= torch.isfinite(components).all(0)
     invalid = (~finite).nonzero().squeeze(1)
     if invalid.numel():
+        rows = outcome.numel()
         message = f"{invalid.numel()} of {rows} rewards are not finite: sequences {invalid.tolist()[:20]}"
         if on_invalid == "error":
             raise ValueError(message)
-        warnings.warn(message + "; they are left out", stacklevel=2)
-        valid = valid & spread(finite, cu_seqlens)
-    dtype = token_rewards.dtype if token_rewards.is_floating_point() else torch.float32
-    usable = finite & any_valid(valid, cu_seqlens)
-    batch = Batch(
-        token_rewards,
-        valid,
-        cu_seqlens,
-        torch.unique(group, return_inverse=True)[1],
-        usable,
-        outcome,
-        dtype,
-        values,
-        baselines,
-        components,
-        old_logprobs,
-        sum_pi_squared,
-        is_weights,
-    )
-    advantages, returns = ADVANTAGES.get(name)(batch, **kwargs)
-    return Advantages(advantages.to(dtype), returns.to(dtype), _group_metrics(batch, invalid), invalid)
+        warnings.warn(message + "; they are left out", stacklevel=3)
+        valid = valid & spread(finite, cu)
+    return valid, finite & any_valid(valid, cu), outcome, invalid
 
 
-def _refuse_not_finite(valid: Tensor, inputs: dict[str, Tensor | None]) -> None:
-    """One NaN in a per-token input would spread over the whole batch by whitening, without a word."""
-    for name, x in inputs.items():
-        if x is not None and not bool(torch.isfinite(x[valid]).all()):
+def _check_needed(
+    name: str,
+    needs: Collection[str],
+    valid: Tensor,
+    per_token: dict[str, Tensor | None],
+    others: dict[str, Tensor | None],
+) -> None:
+    """What the estimator reads is there and finite: one NaN in a per-token input would spread over the whole batch by
+    whitening, without a word.
+    """
+    for need, x in {**per_token, **others}.items():
+        if x is None and need in needs:
+            raise ValueError(f"advantage estimator {name} needs {need}")
+    for need, x in per_token.items():
+        if x is not None and need in (*needs, "is_weights") and not bool(torch.isfinite(x[valid]).all()):
             bad = (valid & ~torch.isfinite(x)).nonzero().squeeze(1).tolist()
-            raise ValueError(f"{name} is not finite at {len(bad)} policy tokens, the first at {bad[:20]}")
+            raise ValueError(f"{need} is not finite at {len(bad)} policy tokens, the first at {bad[:20]}")
+    baselines = others["baselines"]
+    if baselines is not None and not bool(torch.isfinite(baselines).all()):
+        bad = (~torch.isfinite(baselines)).nonzero().squeeze(1).tolist()
+        raise ValueError(f"baselines are not finite: sequences {bad[:20]}")
 
 
 def _group_metrics(b: Batch, invalid: Tensor) -> dict[str, float]:
@@ -241,19 +256,14 @@ def _group_metrics(b: Batch, invalid: Tensor) -> dict[str, float]:
     }
 
 
-def _need(x: Tensor | None, name: str, estimator: str) -> Tensor:
-    if x is None:
-        raise ValueError(f"advantage estimator {estimator} needs {name}")
-    return x
-
-
-@ADVANTAGES.register("gae")
+@ADVANTAGES.register("gae", needs={"values"}, paper="Schulman et al. 2016, arXiv:1506.02438")
 def gae(b: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten_advantages: bool = True) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016) over policy tokens; returns ``A + V``.
 
     ``delta_t = r_t + gamma V_next - V_t``, ``A_t = delta_t + gamma lam A_next``, "next" being the next policy token.
     """
-    values = _need(b.values, "values", "gae")
+    values = b.values
+    assert values is not None
     at, cu = compress(b.valid, b.cu)
     v = values[at].double()
     following = torch.zeros_like(v)
@@ -265,7 +275,12 @@ def gae(b: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten_advantages: bo
     return (whiten(out, b.valid) if whiten_advantages else out), returns
 
 
-@ADVANTAGES.register("grpo")
+@ADVANTAGES.register(
+    "grpo",
+    needs={"group"},
+    paper="Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783",
+    bounds=_ABOVE_0,
+)
 def grpo(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Group-relative outcome (Shao et al. 2024, DeepSeekMath): ``(S - mean) / (std + eps)``.
 
@@ -278,7 +293,7 @@ def grpo(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tens
     return tokens, tokens
 
 
-@ADVANTAGES.register("rloo")
+@ADVANTAGES.register("rloo", needs={"group"}, paper="Ahmadian et al. 2024, arXiv:2402.14740")
 def rloo(b: Batch, *, norm_by_loo_std: bool = False) -> tuple[Tensor, Tensor]:
     """Leave-one-out baseline (Ahmadian et al. 2024): ``S - mean of the others = n/(n-1) (S - mean)``.
 
@@ -302,38 +317,39 @@ def rloo(b: Batch, *, norm_by_loo_std: bool = False) -> tuple[Tensor, Tensor]:
     return tokens, tokens
 
 
-@ADVANTAGES.register("reinforce")
+@ADVANTAGES.register("reinforce", paper="Williams 1992, Machine Learning 8")
 def reinforce(b: Batch, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
     """Discounted return (Williams 1992), no baseline."""
     returns = b.discounted(gamma)
     return returns, returns
 
 
-@ADVANTAGES.register("reinforce_plus_plus")
+@ADVANTAGES.register("reinforce_plus_plus", paper="Hu 2025, arXiv:2501.03262")
 def reinforce_plus_plus(b: Batch, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (Hu 2025): discounted return, whitened over all tokens of the batch."""
     returns = b.discounted(gamma)
     return whiten(returns, b.valid), returns
 
 
-@ADVANTAGES.register("reinforce_plus_plus_baseline")
+@ADVANTAGES.register("reinforce_plus_plus_baseline", needs={"group"}, paper="Hu 2025, arXiv:2501.03262")
 def reinforce_plus_plus_baseline(b: Batch) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with the group mean as baseline (Hu 2025): ``S - mean``, whitened over the tokens with contrast."""
     tokens = whiten(spread(b.centred(b.outcome), b.cu), b.valid & spread(b.contrast, b.cu))
     return tokens, tokens
 
 
-@ADVANTAGES.register("remax")
+@ADVANTAGES.register("remax", needs={"baselines"}, paper="Li et al. 2023, arXiv:2310.10505")
 def remax(b: Batch) -> tuple[Tensor, Tensor]:
     """ReMax (Li et al. 2023): reward to come, less the reward of the greedy response to the same prompt
     (``baselines``).
     """
     returns = b.discounted(1.0)
-    baseline = spread(_need(b.baselines, "baselines", "remax").double(), b.cu)
+    assert b.baselines is not None
+    baseline = spread(b.baselines.double(), b.cu)
     return torch.where(b.valid, returns - baseline, 0.0), returns
 
 
-@ADVANTAGES.register("opo")
+@ADVANTAGES.register("opo", needs={"group"}, paper="Hao et al. 2025, arXiv:2505.23585")
 def opo(b: Batch) -> tuple[Tensor, Tensor]:
     """On-policy with the optimal baseline (Hao et al. 2025): the group mean weighted by length."""
     x = b.shifted(b.outcome)
@@ -342,7 +358,7 @@ def opo(b: Batch) -> tuple[Tensor, Tensor]:
     return tokens, tokens
 
 
-@ADVANTAGES.register("gpg")
+@ADVANTAGES.register("gpg", needs={"group"}, paper="Chu et al. 2025, arXiv:2504.02546")
 def gpg(b: Batch) -> tuple[Tensor, Tensor]:
     """Group policy gradient (Chu et al. 2025): ``(B / #{S != 0}) (S - mean)``, over the usable sequences."""
     informative = (b.usable & (b.outcome != 0)).sum().clamp(min=1)
@@ -350,7 +366,7 @@ def gpg(b: Batch) -> tuple[Tensor, Tensor]:
     return tokens, tokens
 
 
-@ADVANTAGES.register("grpo_passk")
+@ADVANTAGES.register("grpo_passk", needs={"group"}, paper="Chen et al. 2025, arXiv:2508.10751", bounds=_ABOVE_0)
 def grpo_passk(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Pass@k advantage (Chen et al. 2025): only the best of a group learns, by its lead over the second; a tie gives
     0.
@@ -368,12 +384,13 @@ def grpo_passk(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tupl
     return tokens, tokens
 
 
-@ADVANTAGES.register("gdpo")
+@ADVANTAGES.register("gdpo", needs={"group", "components"}, paper="Liu et al. 2026, arXiv:2601.05242", bounds=_ABOVE_0)
 def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Group reward-decoupled normalisation (Liu et al. 2026): the grpo rule for each reward component apart, their
     weighted sum, whitened over the tokens with contrast. ``weights``: one number a component (default 1).
     """
-    components = _need(b.components, "components", "gdpo").double()
+    assert b.components is not None
+    components = b.components.double()
     factors = [1.0] * components.shape[0] if weights is None else list(weights)
     if len(factors) != components.shape[0]:
         raise ValueError(f"gdpo has {components.shape[0]} reward components, but {len(factors)} weights")
@@ -384,7 +401,13 @@ def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> 
     return tokens, tokens
 
 
-@ADVANTAGES.register("optimal_token_baseline", "tir_optimal_token_baseline")
+@ADVANTAGES.register(
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+    needs={"group", "old_logprobs", "sum_pi_squared"},
+    paper="Li and Liu 2025, optimal token baseline",
+    bounds={"epsilon": {"above": 0}},
+)
 def optimal_token_baseline(b: Batch, *, epsilon: float = 1e-8, handle_zero_tail: bool = True) -> tuple[Tensor, Tensor]:
     """A baseline for each group and position that minimises the variance of the gradient (optimal token baseline,
     2025).
@@ -395,8 +418,8 @@ def optimal_token_baseline(b: Batch, *, epsilon: float = 1e-8, handle_zero_tail:
     tokens). ``handle_zero_tail``: beyond the second-longest length, where only the longest one is left, the baseline
     is 0.
     """
-    old = _need(b.old_logprobs, "old_logprobs", "optimal_token_baseline")
-    squares = _need(b.sum_pi_squared, "sum_pi_squared", "optimal_token_baseline")
+    old, squares = b.old_logprobs, b.sum_pi_squared
+    assert old is not None and squares is not None
     at, cu = compress(b.valid, b.cu)
     w = 1.0 - 2.0 * old[at].double().exp() + squares[at].double()
     if b.is_weights is not None:

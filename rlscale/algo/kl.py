@@ -25,7 +25,8 @@ from torch import Tensor
 
 from rlscale.algo.registry import Registry
 
-KL = Registry("KL estimator")
+KL = Registry("KL estimator", suffix="+")
+_SCHULMAN = "Schulman 2020, Approximating KL divergence"
 _LOWEST_LOGPROB = -1.0e4
 _TANGENT_FROM = 30.0  # exp(30) = 1e13: its square still fits into float32 sums of gradients
 
@@ -36,31 +37,31 @@ def _exp_tangent(x: Tensor) -> Tensor:
     return torch.where(x > _TANGENT_FROM, below.detach() * (1.0 + x - _TANGENT_FROM), below)
 
 
-@KL.register("k1", "kl")
+@KL.register("k1", "kl", paper=_SCHULMAN)
 def k1(d: Tensor) -> Tensor:
-    """``d``."""
+    """``d``. ``[T]`` -> ``[T]``, as all of them."""
     return d
 
 
-@KL.register("abs")
+@KL.register("abs", paper=_SCHULMAN)
 def absolute(d: Tensor) -> Tensor:
     """``|d|``."""
     return d.abs()
 
 
-@KL.register("k2", "mse")
+@KL.register("k2", "mse", paper=_SCHULMAN)
 def k2(d: Tensor) -> Tensor:
     """``d^2 / 2``."""
     return 0.5 * d.square()
 
 
-@KL.register("k3", "low_var_kl", "reverse")
+@KL.register("k3", "low_var_kl", "reverse", paper=_SCHULMAN)
 def k3(d: Tensor) -> Tensor:
     """``exp(-d) - 1 + d``; near 0 the exponential's own rounding is avoided by ``expm1``."""
     return torch.where(d < -1.0, _exp_tangent(-d) - 1.0 + d, torch.expm1(-d.clamp(min=-1.0)) + d)
 
 
-@KL.register("forward")
+@KL.register("forward", paper=_SCHULMAN)
 def forward(d: Tensor) -> Tensor:
     """``r log r - r + 1`` with ``r = exp(-d)``, continued by its tangent beyond an exponent of 30."""
     x = -d
@@ -68,11 +69,6 @@ def forward(d: Tensor) -> Tensor:
     value = y * torch.exp(y) - torch.expm1(y)
     slope = (y * torch.exp(y)).detach()
     return torch.where(x > _TANGENT_FROM, value.detach() + slope * (x - _TANGENT_FROM), value)
-
-
-def names() -> list[str]:
-    """Every accepted name, with the straight-through variants."""
-    return [n + s for n in KL.names() for s in ("", "+")]
 
 
 def kl(name: str, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -85,7 +81,7 @@ def kl(name: str, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
         ValueError: unknown name (with the list), shapes that disagree.
     """
     straight_through = name.endswith("+")
-    estimator = KL.get(name.removesuffix("+"))
+    estimator = KL.find(name).function
     if logprob.shape != ref_logprob.shape:
         raise ValueError(
             f"logprob {tuple(logprob.shape)} and ref_logprob {tuple(ref_logprob.shape)} have different shapes"

@@ -7,53 +7,26 @@ limited to +-20 where it is exponentiated.
 
 Metrics are sums over policy tokens and carry their denominator, ``tokens``: add them up over micro-batches and ranks,
 then `finish_metrics` divides. Four losses look beyond a token: gspo and geo_mean need whole sequences in a
-micro-batch (they always are); kl_cov and clip_cov choose tokens by a statistic of the whole mini-batch, which
-`prepare` turns into a few numbers that are handed to every micro-batch.
+micro-batch (they always are); kl_cov and clip_cov (`rlscale.algo.covariance`) choose tokens by a statistic of the
+whole mini-batch, which `prepare` turns into a few numbers that are handed to every micro-batch.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlscale.algo.registry import Registry
-from rlscale.algo.segments import check_shapes, segment_sum, spread
+from rlscale.algo import covariance as covariance  # registers its losses
+from rlscale.algo.segments import check_shapes
+from rlscale.algo.tokens import LIMIT, POLICY_LOSSES, LossAndFlags, Tokens, clip, surrogates
 
-POLICY_LOSSES = Registry("policy loss")
-PREPARE = Registry("policy loss with a statistic of the mini-batch")
-_D_LIMIT = 20.0
-
-
-@dataclass
-class Tokens:
-    """Inputs of a policy loss, all ``[t]`` and 0 at tokens that do not count. Gradient flows into ``logp`` only."""
-
-    logp: Tensor
-    old: Tensor
-    adv: Tensor
-    valid: Tensor  # bool
-    cu: Tensor  # [b+1]
-
-    @property
-    def d(self) -> Tensor:
-        return self.logp - self.old
-
-    @property
-    def ratio(self) -> Tensor:
-        return torch.exp(self.d.clamp(-_D_LIMIT, _D_LIMIT))
-
-    def row_mean(self, x: Tensor) -> Tensor:
-        """Mean over the policy tokens of its sequence, at each token. ``[t]`` -> ``[t]``."""
-        n = segment_sum(self.valid.to(x.dtype), self.cu).clamp(min=1.0)
-        return spread(segment_sum(torch.where(self.valid, x, x.new_zeros(())), self.cu) / n, self.cu)
-
-
-LossAndFlags = tuple[Tensor, dict[str, Tensor]]  # L [t], per-token metrics [t]
+_DPPO = "Qi et al. 2026, arXiv:2602.04879"
+_DPPO_BOUNDS = {"div_low": {"min": 0}, "div_high": {"min": 0}, "ratio_cap": {"above": 0}}
 
 
 def policy_loss(
@@ -69,54 +42,62 @@ def policy_loss(
     clip_high: float = 0.2,
     clip_c: float | None = 3.0,
     is_weights: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    statistic: Mapping[str, float] | None = None,
     **args: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The named loss of one micro-batch of whole sequences.
 
     Args:
-        logprobs: ``[t]`` of the policy in training (gradient); old_logprobs, advantages, mask, weights: ``[t]``;
-        cu_seqlens: ``[b+1]``. clip_low, clip_high: ratio kept within ``[1 - clip_low, 1 + clip_high]``; clip_c: dual
-        clip.
+        logprobs: ``[t]`` of the policy in training (gradient); old_logprobs, advantages, mask, weights, ref_logprobs:
+        ``[t]``; cu_seqlens: ``[b+1]``. clip_low, clip_high: ratio kept within ``[1 - clip_low, 1 + clip_high]``;
+        clip_c: dual clip.
         is_weights: ``[t]`` importance weights of the sampling policy (`rlscale.algo.correction`), no gradient.
-        args: further arguments of this loss, and what `prepare` returned for the mini-batch.
+        statistic: what `prepare` returned for the mini-batch. args: further arguments of this loss.
 
     Returns:
         The scalar loss, and sums over tokens: ``ppo_kl`` (k1, old || new), ``ppo_k3``, ``ratio``, ``ratio_sq`` and
         those of the loss (``pg_clipfrac``, ``pg_clipfrac_lower``...), with the denominator ``tokens``.
 
     Raises:
-        ValueError: unknown loss or argument (with the lists), shapes that disagree.
+        ValueError: unknown loss or argument (with the lists), shapes that disagree, or a loss from a path that returns
+            something else.
     """
-    check_shapes(
-        cu_seqlens,
-        per_token={
-            "logprobs": logprobs,
-            "old_logprobs": old_logprobs,
-            "advantages": advantages,
-            "mask": mask,
-            "weights": weights,
-            "is_weights": is_weights,
-        },
-    )
-    kwargs = POLICY_LOSSES.arguments(name, {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}, args)
-    valid = mask > 0
-    zero = logprobs.new_zeros(())
-
-    def clean(x: Tensor) -> Tensor:
-        return torch.where(valid, x.to(logprobs.dtype), zero)
-
-    tokens = Tokens(clean(logprobs), clean(old_logprobs.detach()), clean(advantages.detach()), valid, cu_seqlens)
-    is_w = None if is_weights is None else clean(is_weights.detach())
+    x = _tokens(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, {"is_weights": is_weights})
+    common = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c, "statistic": statistic}
+    is_w = None if is_weights is None else x.clean(is_weights.detach())
     by_sequence = "is_weights" in POLICY_LOSSES.accepts(name)  # the loss itself decides how they enter
-    per_token, flags = POLICY_LOSSES.get(name)(tokens, **kwargs, **({"is_weights": is_w} if by_sequence else {}))
+    kwargs = POLICY_LOSSES.arguments(name, {**common, "is_weights": is_w}, args)
+    out = POLICY_LOSSES.find(name).function(x, **kwargs)
+    if not isinstance(out, tuple) or len(out) != 2 or getattr(out[0], "shape", None) != logprobs.shape:
+        raise ValueError(f"policy loss {name} must return a tensor [t], the loss of each token, and a dict of metrics")
+    per_token, flags = out
     if is_w is not None and not by_sequence:
         per_token = per_token * is_w
-    loss = (per_token * clean(weights)).sum()
+    loss = (per_token * x.clean(weights)).sum()
     with torch.no_grad():
-        d, ratio = tokens.d, tokens.ratio
+        d, ratio = x.d, x.ratio
         flags = {**flags, "ppo_kl": -d, "ppo_k3": ratio - 1.0 - d, "ratio": ratio, "ratio_sq": ratio.square()}
-        metrics = {k: torch.where(valid, v.to(logprobs.dtype), zero).sum() for k, v in flags.items()}
-    return loss, {**metrics, "tokens": valid.sum()}
+        metrics = {k: x.clean(v).sum() for k, v in flags.items()}
+    return loss, {**metrics, "tokens": x.valid.sum()}
+
+
+def _tokens(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    ref_logprobs: Tensor | None = None,
+    others: dict[str, Tensor | None] | None = None,
+) -> Tokens:
+    """What a loss reads, with 0 at tokens that do not count, once the shapes are checked (``others``, too)."""
+    named = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "mask": mask}
+    check_shapes(cu_seqlens, per_token={**named, "ref_logprobs": ref_logprobs, **(others or {})})
+    x = Tokens(logprobs, old_logprobs.detach(), advantages.detach(), mask > 0, cu_seqlens)
+    x.logp, x.old, x.adv = x.clean(x.logp), x.clean(x.old), x.clean(x.adv)
+    x.ref = None if ref_logprobs is None else x.clean(ref_logprobs.detach())
+    return x
 
 
 def prepare(
@@ -133,25 +114,17 @@ def prepare(
 ) -> dict[str, float]:
     """Numbers of the whole mini-batch that the named loss needs in each micro-batch; empty for most losses.
 
-    Call it once a mini-batch with all its tokens, and hand the result to every `policy_loss` of it. ``logprobs``: of
-    the policy as it is before this update, without gradient; before the first update of a rollout batch they are the
-    old ones.
+    Call it once a mini-batch with all its tokens, and hand the result to every `policy_loss` of it as ``statistic``.
+    ``logprobs``: of the policy as it is before this update, without gradient: the old ones before the first update
+    with a rollout batch, computed anew before any other. All ``[T]``.
     """
-    if name not in PREPARE.names():
-        POLICY_LOSSES.get(name)
+    algorithm = POLICY_LOSSES.find(name)
+    if algorithm.prepare is None:
         return {}
-    check_shapes(
-        cu_seqlens,
-        per_token={"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "mask": mask},
-    )
-    valid = mask > 0
-    zero = logprobs.new_zeros(())
-    logp, old, adv = (
-        torch.where(valid, x.detach().to(logprobs.dtype), zero) for x in (logprobs, old_logprobs, advantages)
-    )
-    kwargs = PREPARE.arguments(name, {"clip_low": clip_low, "clip_high": clip_high}, {})
-    kwargs |= {k: v for k, v in args.items() if k in PREPARE.accepts(name)}
-    return PREPARE.get(name)(Tokens(logp, old, adv, valid, cu_seqlens), **kwargs)
+    x = _tokens(logprobs.detach(), old_logprobs, advantages, mask, cu_seqlens)
+    given = {"clip_low": clip_low, "clip_high": clip_high, **args}
+    accepted = inspect.signature(algorithm.prepare).parameters
+    return dict(algorithm.prepare(x, **{k: v for k, v in given.items() if k in accepted}))
 
 
 def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
@@ -163,18 +136,18 @@ def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     return out
 
 
-def _clip(ratio: Tensor, low: float, high: float) -> Tensor:
-    return ratio.clamp(1.0 - low, 1.0 + high)
-
-
-@POLICY_LOSSES.register("ppo", "vanilla")
+@POLICY_LOSSES.register(
+    "ppo", "vanilla",
+    zero_at_zero_advantage=True,
+    paper="Schulman et al. 2017, arXiv:1707.06347; Yu et al. 2025, arXiv:2503.14476",
+)
 def ppo(x: Tokens, *, clip_low: float, clip_high: float, clip_c: float | None = 3.0) -> LossAndFlags:
     """PPO (Schulman et al. 2017), asymmetric clip (DAPO, Yu et al. 2025), dual clip (Ye et al. 2020).
 
     ``L = max(-A r, -A clip(r))``; for ``A < 0`` at most ``-A clip_c``.
     """
     ratio = x.ratio
-    unclipped, clipped = -x.adv * ratio, -x.adv * _clip(ratio, clip_low, clip_high)
+    unclipped, clipped = surrogates(x.adv, ratio, clip_low, clip_high)
     loss = torch.maximum(unclipped, clipped)
     flags = {"pg_clipfrac": clipped > unclipped}
     if clip_c is not None:
@@ -184,26 +157,35 @@ def ppo(x: Tokens, *, clip_low: float, clip_high: float, clip_c: float | None = 
     return loss, flags
 
 
-@POLICY_LOSSES.register("reinforce", "gpg")
+@POLICY_LOSSES.register(
+    "reinforce", "gpg",
+    zero_at_zero_advantage=True,
+    paper="Williams 1992, Machine Learning 8; Chu et al. 2025, arXiv:2504.02546",
+)
 def reinforce(x: Tokens) -> LossAndFlags:
     """Policy gradient (Williams 1992; GPG, Chu et al. 2025): ``L = -A log pi``."""
     return -x.adv * x.logp, {}
 
 
-@POLICY_LOSSES.register("gspo")
+@POLICY_LOSSES.register("gspo", zero_at_zero_advantage=True, paper="Zheng et al. 2025, arXiv:2507.18071")
 def gspo(x: Tokens, *, clip_low: float, clip_high: float) -> LossAndFlags:
     """GSPO-token (Zheng et al. 2025): the ratio is the sequence's geometric mean, the gradient goes to each token.
 
     ``s_i = exp(mean_t d)``; ``R_t = sg(s_i) exp(log pi - sg(log pi))``; ``L = max(-A R, -A clip(R))``. Use it with
     seq-mean-token-mean weights.
     """
-    s = torch.exp(x.row_mean(x.d.detach()).clamp(-_D_LIMIT, _D_LIMIT))
+    s = torch.exp(x.row_mean(x.d.detach()).clamp(-LIMIT, LIMIT))
     ratio = s * torch.exp(x.logp - x.logp.detach())
-    unclipped, clipped = -x.adv * ratio, -x.adv * _clip(ratio, clip_low, clip_high)
+    unclipped, clipped = surrogates(x.adv, ratio, clip_low, clip_high)
     return torch.maximum(unclipped, clipped), {"pg_clipfrac": clipped > unclipped, "seq_ratio": s}
 
 
-@POLICY_LOSSES.register("sapo")
+@POLICY_LOSSES.register(
+    "sapo",
+    zero_at_zero_advantage=True,
+    paper="Gao et al. 2025, arXiv:2511.20347",
+    bounds={"tau_pos": {"above": 0}, "tau_neg": {"above": 0}},
+)
 def sapo(x: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossAndFlags:
     """Soft adaptive policy optimisation (Gao et al. 2025): a sigmoid gate in place of the clip.
 
@@ -213,18 +195,18 @@ def sapo(x: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossAndFl
     return -x.adv * (4.0 / tau) * torch.sigmoid(tau * (x.ratio - 1.0)), {}
 
 
-@POLICY_LOSSES.register("cispo")
+@POLICY_LOSSES.register("cispo", zero_at_zero_advantage=True, paper="MiniMax 2025, arXiv:2506.13585")
 def cispo(x: Tokens, *, clip_low: float, clip_high: float) -> LossAndFlags:
     """CISPO (MiniMax-M1 2025): the clipped ratio is a constant weight, so every token keeps its gradient.
 
     ``L = -sg(clip(r)) A log pi``.
     """
     ratio = x.ratio.detach()
-    clipped = _clip(ratio, clip_low, clip_high)
+    clipped = clip(ratio, clip_low, clip_high)
     return -clipped * x.adv * x.logp, {"pg_clipfrac": clipped != ratio}
 
 
-@POLICY_LOSSES.register("geo_mean")
+@POLICY_LOSSES.register("geo_mean", zero_at_zero_advantage=True, paper="Zhao et al. 2025, arXiv:2507.20673")
 def geo_mean(x: Tokens, *, clip_low: float, clip_high: float, is_weights: Tensor | None = None) -> LossAndFlags:
     """GMPO (Zhao et al. 2025): geometric mean of the token ratios, each clipped in log space on the side that helps.
 
@@ -235,7 +217,7 @@ def geo_mean(x: Tokens, *, clip_low: float, clip_high: float, is_weights: Tensor
     limited = d.clamp(-clip_low, clip_high)
     side = torch.where(x.adv > 0, torch.minimum(d, limited), torch.maximum(d, limited))
     log_ratio = x.row_mean(torch.where(x.adv == 0, torch.zeros_like(d), side))
-    loss = -x.row_mean(x.adv) * torch.exp(log_ratio.clamp(-_D_LIMIT, _D_LIMIT))
+    loss = -x.row_mean(x.adv) * torch.exp(log_ratio.clamp(-LIMIT, LIMIT))
     if is_weights is not None:
         loss = loss * torch.exp(x.row_mean(is_weights.log()))
     outside = limited != d
@@ -249,20 +231,25 @@ def _trust_region(x: Tokens, keep: Tensor, ratio_cap: float) -> LossAndFlags:
     return loss, {"pg_clipfrac": ~keep, "pg_clipfrac_lower": keep & (ratio > ratio_cap)}
 
 
-@POLICY_LOSSES.register("dppo_tv")
+@POLICY_LOSSES.register("dppo_tv", zero_at_zero_advantage=True, paper=_DPPO, bounds=_DPPO_BOUNDS)
 def dppo_tv(x: Tokens, *, div_low: float = 0.2, div_high: float = 0.2, ratio_cap: float = 20.0) -> LossAndFlags:
-    """Divergence PPO (2026), total variation: a token counts while its probability has moved by at most ``div_*`` in
-    the direction of its advantage.
+    """Divergence PPO (Qi et al. 2026), total variation: a token counts while its probability has moved by at most
+    ``div_*`` in the direction of its advantage.
     """
     moved = x.logp.detach().exp() - x.old.exp()
     return _trust_region(x, torch.where(x.adv > 0, moved <= div_high, moved >= -div_low), ratio_cap)
 
 
-@POLICY_LOSSES.register("dppo_kl")
+@POLICY_LOSSES.register(
+    "dppo_kl",
+    zero_at_zero_advantage=True,
+    paper=_DPPO,
+    bounds=_DPPO_BOUNDS | {"eps": {"above": 0}},
+)
 def dppo_kl(
     x: Tokens, *, div_low: float = 0.05, div_high: float = 0.05, ratio_cap: float = 20.0, eps: float = 1e-8
 ) -> LossAndFlags:
-    """Divergence PPO (2026), binary KL between "this token" and "any other" under the old and the new policy.
+    """Divergence PPO (Qi et al. 2026), binary KL between "this token" and "any other" under the old and the new policy.
 
     ``D = p_old (old - new) + (1 - p_old) log((1 - p_old + eps) / (1 - p + eps))``; movement back is always allowed.
     """
@@ -274,141 +261,7 @@ def dppo_kl(
     return _trust_region(x, torch.where(x.adv > 0, up, down), ratio_cap)
 
 
-@POLICY_LOSSES.register("dro")
+@POLICY_LOSSES.register("dro", paper="Richemond et al. 2024, arXiv:2405.19107", bounds={"beta": {"min": 0}})
 def dro(x: Tokens, *, beta: float = 0.1) -> LossAndFlags:
     """Direct reward optimisation (Richemond et al. 2024): ``L = -(A log pi - beta/2 d^2)``, quadratic trust region."""
     return -(x.logp * x.adv - 0.5 * beta * x.d.square()), {}
-
-
-def _covariance(x: Tokens, mean_adv: float, mean_logp: float) -> Tensor:
-    """``(A - mean A)(log pi - mean log pi)``, without gradient (Cui et al. 2025)."""
-    return (x.adv - mean_adv) * (x.logp.detach() - mean_logp)
-
-
-def _means(x: Tokens) -> dict[str, float]:
-    n = max(int(x.valid.sum()), 1)
-    return {"mean_adv": float(x.adv.sum()) / n, "mean_logp": float(x.logp.detach().sum()) / n}
-
-
-@PREPARE.register("kl_cov")
-def _prepare_kl_cov(x: Tokens, *, kl_cov_ratio: float = 2e-4) -> dict[str, float]:
-    """Means and the covariance from which on a token is chosen: the ``max(1, floor(N ratio))`` largest are.
-
-    Of tokens that tie at the threshold, those with the lowest lottery numbers, up to ``tie``, are chosen.
-    """
-    means = _means(x)
-    cov, numbers = _covariance(x, **means)[x.valid], _lottery(x, 0)[x.valid]
-    if not cov.numel():
-        return {**means, "threshold": math.inf, "tie": 0.0}
-    chosen = max(1, int(cov.numel() * kl_cov_ratio))
-    threshold = cov.topk(chosen).values[-1]
-    tied = numbers[cov == threshold]
-    left = chosen - int((cov > threshold).sum())
-    return {**means, "threshold": float(threshold), "tie": float(tied.kthvalue(left).values)}
-
-
-@POLICY_LOSSES.register("kl_cov")
-def kl_cov(
-    x: Tokens,
-    *,
-    kl_coef: float = 1.0,
-    kl_cov_ratio: float = 2e-4,
-    mean_adv: float | None = None,
-    mean_logp: float | None = None,
-    threshold: float | None = None,
-    tie: float | None = None,
-) -> LossAndFlags:
-    """KL-Cov (Cui et al. 2025): no clipping; ``L = -A r``, and ``+ kl_coef |d|`` at the tokens of largest covariance.
-
-    ``mean_adv``, ``mean_logp``, ``threshold``, ``tie``: from `prepare`; without them the tokens given are the whole
-    mini-batch.
-    """
-    if mean_adv is None or mean_logp is None or threshold is None or tie is None:
-        given = _prepare_kl_cov(x, kl_cov_ratio=kl_cov_ratio)
-        mean_adv, mean_logp, threshold, tie = (given[k] for k in ("mean_adv", "mean_logp", "threshold", "tie"))
-    cov = _covariance(x, mean_adv, mean_logp)
-    chosen = ((cov > threshold) | ((cov == threshold) & (_lottery(x, 0) <= tie))) & x.valid
-    distance = x.d.abs()
-    loss = -x.adv * x.ratio
-    return torch.where(chosen, loss + kl_coef * distance, loss), {
-        "mean_abs_log_ratio": distance.detach(),
-        "pg_clipfrac": chosen,
-    }
-
-
-def _lottery(x: Tokens, seed: int) -> Tensor:
-    """A number in [0, 1) a token that depends on its old log-prob, its position and the seed: the same in any
-    micro-batch.
-    """
-    position = torch.arange(x.old.numel(), device=x.old.device) - spread(x.cu[:-1], x.cu)
-    h = (
-        x.old.double().view(torch.int64)
-        ^ ((position + 1) * -7046029254386353131)
-        ^ (seed * 0x2545F4914F6CDD1D & 0x7FFFFFFFFFFFFFFF)
-    )
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        h = (h ^ ((h >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return ((h >> 11) & ((1 << 53) - 1)).double() / (1 << 53)
-
-
-def _eligible(
-    x: Tokens, means: dict[str, float], clip_low: float, clip_high: float, cov_lb: float, cov_ub: float
-) -> Tensor:
-    cov, ratio = _covariance(x, **means), x.ratio.detach()
-    clipped = -x.adv * _clip(ratio, clip_low, clip_high) > -x.adv * ratio
-    return (cov > cov_lb) & (cov < cov_ub) & ~clipped & x.valid
-
-
-@PREPARE.register("clip_cov")
-def _prepare_clip_cov(
-    x: Tokens,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_cov_ratio: float = 2e-4,
-    cov_lb: float = 1.0,
-    cov_ub: float = 5.0,
-    seed: int = 0,
-) -> dict[str, float]:
-    """Means and the lottery number up to which an eligible token is drawn: at most ``max(1, floor(N ratio))`` are."""
-    means = _means(x)
-    numbers = _lottery(x, seed)[_eligible(x, means, clip_low, clip_high, cov_lb, cov_ub)]
-    drawn = min(max(1, int(int(x.valid.sum()) * clip_cov_ratio)), numbers.numel())
-    return {**means, "threshold": float(numbers.kthvalue(drawn).values) if drawn else -1.0}
-
-
-@POLICY_LOSSES.register("clip_cov")
-def clip_cov(
-    x: Tokens,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_cov_ratio: float = 2e-4,
-    cov_lb: float = 1.0,
-    cov_ub: float = 5.0,
-    seed: int = 0,
-    mean_adv: float | None = None,
-    mean_logp: float | None = None,
-    threshold: float | None = None,
-) -> LossAndFlags:
-    """Clip-Cov (Cui et al. 2025): PPO in which a share of the tokens with large covariance, drawn at random, gets no
-    gradient.
-
-    The draw depends on the token and ``seed`` only, so it is the same in any split. ``mean_adv``, ``mean_logp``,
-    ``threshold``: from `prepare`; without them the tokens given are the whole mini-batch.
-    """
-    if mean_adv is None or mean_logp is None or threshold is None:
-        given = _prepare_clip_cov(
-            x,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            clip_cov_ratio=clip_cov_ratio,
-            cov_lb=cov_lb,
-            cov_ub=cov_ub,
-            seed=seed,
-        )
-        mean_adv, mean_logp, threshold = given["mean_adv"], given["mean_logp"], given["threshold"]
-    means = {"mean_adv": mean_adv, "mean_logp": mean_logp}
-    drawn = _eligible(x, means, clip_low, clip_high, cov_lb, cov_ub) & (_lottery(x, seed) <= threshold)
-    loss, _ = ppo(x, clip_low=clip_low, clip_high=clip_high, clip_c=None)
-    return torch.where(drawn, torch.zeros_like(loss), loss), {"pg_clipfrac": drawn}

@@ -118,7 +118,7 @@ def dpo(
     if chosen_length is not None and rejected_length is not None:
         chosen, rejected = chosen / chosen_length.clamp(min=1), rejected / rejected_length.clamp(min=1)
     kwargs = DPO_LOSSES.arguments(name, {"beta": beta, "label_smoothing": label_smoothing}, {})
-    loss = (weights * DPO_LOSSES.get(name)(chosen - rejected, **kwargs)).sum()
+    loss = (weights * DPO_LOSSES.find(name).function(chosen - rejected, **kwargs)).sum()
     gap = reward_c - reward_r
     return loss, {
         "chosen_reward": reward_c,

@@ -14,6 +14,8 @@ from rlscale.algo.segments import check_shapes, segment_sum
 def place_rewards(scores: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Each response's score at its last policy token, 0 elsewhere; a response without policy tokens gets none.
 
+    Where no token is the policy's own, nothing can be learned from the score, and an observation must not carry a
+    reward that no estimator reads: it would only change the sum of rewards that is reported.
     ``scores``: ``[B]``, ``mask``: ``[T]`` -> ``[T]`` in the dtype of the scores.
 
     Raises:
@@ -30,7 +32,7 @@ def place_rewards(scores: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return out
 
 
-def response_lengths(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def policy_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Policy tokens of each response (not the span, where observations stand in between). ``[B]`` int64."""
     check_shapes(cu_seqlens, per_token={"mask": mask})
     return segment_sum((mask > 0).double(), cu_seqlens).long()

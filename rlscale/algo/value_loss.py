@@ -44,8 +44,3 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     if r.numel() < 2 or bool((r == r[0]).all()):
         return 0.0
     return float(1.0 - (r - v).var() / r.var())
-
-
-def actor_trains(step: int, critic_warmup: int) -> bool:
-    """Whether the actor is updated in this step (1 is the first): not in the first ``critic_warmup`` steps."""
-    return step > critic_warmup

@@ -4,8 +4,8 @@ A file holds the keys of `rlscale.config.schema` and, optionally, ``base: other.
 hold differences only. Mappings are merged key by key, anything else is replaced. An override is ``section.key=value``
 with the value in YAML; list elements are reached by number (``data.train.0.size=64``).
 
-Scalars follow YAML 1.2, not PyYAML's 1.1: ``1e-6`` is a number, ``yes``, ``off`` and ``1:30`` are strings. Types are
-exact: a bool is no int, a float with an integral value is no int; a float field takes ints and numeric strings.
+Scalars are those of `rlscale.config.yaml12`. Types are exact: a bool is no int, a float with an integral value is no
+int; a float field takes ints and numeric strings.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union
 
 import yaml
 
-from rlscale.config.schema import Config
-from rlscale.config.validate import ModelSizes, Violation, find_violations
+from rlscale.config.schema import BOUNDS, TYPE_NAMES, Config, show
+from rlscale.config.validate import Violation
+from rlscale.config.yaml12 import Dumper, parse_yaml
 
 
 class ConfigError(ValueError):
@@ -37,42 +38,43 @@ class ConfigError(ValueError):
         super().__init__(head + "\n  - ".join(self.violations))
 
 
-def load(
-    path: str | os.PathLike[str],
-    overrides: Sequence[str] = (),
-    *,
-    world_size: int | None = None,
-    spec: ModelSizes | None = None,
-    registries: Mapping[str, Collection[str]] | None = None,
-    validate: bool = False,
-) -> Config:
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """The configuration in ``path`` with its bases and the overrides applied.
+
+    Raises:
+        ConfigError: with everything that `read` finds.
+    """
+    config, found = read(path, overrides)
+    if found:
+        raise ConfigError([v.message for v in found])
+    return config
+
+
+def read(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tuple[Config, list[Violation]]:
+    """The configuration, and what is wrong with it key by key: unknown keys, wrong types, values out of bounds. A value
+    that could not be read is replaced by its default.
 
     Args:
         path: YAML file.
         overrides: ``section.key=value`` each.
-        world_size, spec, registries: as for `rlscale.config.validate.check`; giving any of them implies ``validate``.
-        validate: look for contradictions between keys, too, and report them in the same error.
 
     Raises:
-        ConfigError: with every unknown key, wrong type, value out of bounds and, on request, contradiction.
+        ConfigError: a file cannot be read; whatever else could be said follows from its absence.
     """
     reader = _Reader()
     tree = to_dict(Config())
     reader.merge(tree, reader.read(Path(path)))
-    if reader.violations:  # a file that can't be read: whatever else could be said follows from its absence
+    if reader.violations:
         raise ConfigError([v.message for v in reader.violations])
     for override in overrides:
         reader.override(tree, override)
     config = reader.build(Config, tree, "")
-    found = reader.violations
-    if validate or world_size is not None or spec is not None or registries is not None:
-        contradictions = find_violations(config, world_size, spec=spec, registries=registries)
-        # a value that could not be read was replaced by its default: nothing is said about what follows from it
-        found += [v for v in contradictions if not any(_related(a, b) for a in v.keys for w in found for b in w.keys)]
-    if found:
-        raise ConfigError([v.message for v in found])
-    return config
+    return config, reader.violations
+
+
+def unrelated(contradictions: Sequence[Violation], misread: Sequence[Violation]) -> list[Violation]:
+    """Those that do not follow from a value that could not be read and was replaced by its default."""
+    return [v for v in contradictions if not any(_related(a, b) for a in v.keys for w in misread for b in w.keys)]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -82,58 +84,8 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def save(config: Config, path: str | os.PathLike[str]) -> None:
     """Write the resolved configuration as a YAML file that `load` reads back to an equal one."""
-    text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
+    text = yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
     Path(path).write_text(text, encoding="utf-8")
-
-
-def parse_yaml(text: str) -> Any:
-    """A YAML document with this module's scalars. Raises yaml.YAMLError, also for duplicate keys."""
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values only
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2 scalars that refuses duplicate keys."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            line = key_node.start_mark.line + 1
-            if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key_node, yaml.ScalarNode):
-                continue
-            if key_node.value in seen:
-                problem = f"key {key_node.value!r} appears a second time, after line {seen[key_node.value]}"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
-            seen[key_node.value] = line
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes strings as `_Loader` needs it, and writes no anchors."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-for _class in (_Loader, _Dumper):
-    for _tag, _pattern, _first in (
-        ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-        ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
-        (
-            "float",
-            r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
-            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-            "-+.0123456789",
-        ),
-        ("null", r"~|null|Null|NULL|", "~nN\0"),
-        ("merge", r"<<", "<"),
-    ):
-        _class.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), [c if c != "\0" else "" for c in _first]
-        )
 
 
 class _Reader:
@@ -163,7 +115,7 @@ class _Reader:
         if base is None:
             return _Sourced.wrap(tree, str(path))
         if not isinstance(base, str):
-            self.say("base", f"base must be the name of a YAML file, not {_show(base)}", str(path))
+            self.say("base", f"base must be the name of a YAML file, not {show(base)}", str(path))
             return _Sourced.wrap(tree, str(path))
         below = path.parent / base
         if below.resolve() in [p.resolve() for p in (*children, path)]:
@@ -191,7 +143,7 @@ class _Reader:
         if tree is None:
             return {}
         if not isinstance(tree, dict):
-            self.say("", f"{path}: must hold a mapping of keys, not {_show(tree)}", "")
+            self.say("", f"{path}: must hold a mapping of keys, not {show(tree)}", "")
             return {}
         return tree
 
@@ -254,7 +206,7 @@ class _Reader:
     def build(self, cls: type, tree: Any, prefix: str) -> Any:
         """A dataclass from a mapping; what is wrong is noted and replaced by the default."""
         if not isinstance(tree, dict):
-            self.say(prefix, f"{prefix} must be a section (mapping of keys), not {_show(tree)}")
+            self.say(prefix, f"{prefix} must be a section (mapping of keys), not {show(tree)}")
             return cls()
         known = {f.name: f for f in fields(cls)}
         hints = typing.get_type_hints(cls)
@@ -286,12 +238,12 @@ class _Reader:
             return None if value is None else self.value(inner, value, path)
         if origin is list:
             if not isinstance(value, list):
-                self.say(path, f"{path} must be a list, not {_show(value)}")
+                self.say(path, f"{path} must be a list, not {show(value)}")
                 return []
             return [self.value(args[0], v, f"{path}.{i}") for i, v in enumerate(value)]
         if origin is dict:
             if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
-                self.say(path, f"{path} must be a mapping with strings as keys, not {_show(value)}")
+                self.say(path, f"{path} must be a mapping with strings as keys, not {show(value)}")
                 return {}
             return value
         return self.scalar(tp, value, path)
@@ -305,7 +257,7 @@ class _Reader:
                 pass
         if type(value) is not tp:
             hint = f"; write {int(value)}" if tp is int and isinstance(value, float) and value == int(value) else ""
-            self.say(path, f"{path} must be {_TYPE_NAMES[tp]}, not {_show(value)}{hint}")
+            self.say(path, f"{path} must be {TYPE_NAMES[tp]}, not {show(value)}{hint}")
         elif isinstance(value, float) and not math.isfinite(value):
             self.say(path, f"{path} must be finite, not {value}")
         return value
@@ -317,21 +269,12 @@ class _Reader:
             near = difflib.get_close_matches(str(value), [str(c) for c in meta["choices"]], 1)
             listed = ", ".join("null" if c is None else str(c) for c in meta["choices"])
             hint = f"; did you mean {near[0]}?" if near else ""
-            self.say(path, f"{path} must be one of {listed}, not {_show(value)}{hint}")
+            self.say(path, f"{path} must be one of {listed}, not {show(value)}{hint}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
-        for name, (words, holds) in _BOUNDS.items():
+        for name, (words, holds) in BOUNDS.items():
             if name in meta and not holds(value, meta[name]):
                 self.say(path, f"{path} must be {words} {meta[name]}, not {value}")
-
-
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-_BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
-    "min": ("at least", lambda v, b: v >= b),
-    "max": ("at most", lambda v, b: v <= b),
-    "above": ("above", lambda v, b: v > b),
-    "below": ("below", lambda v, b: v < b),
-}
 
 
 class _Sourced:
@@ -386,18 +329,6 @@ def _nearest(key: str, path: str, prefix: str, siblings: list[str]) -> str:
     alike = [p for p in everywhere if difflib.get_close_matches(name, [p.rpartition(".")[2]])]
     near = near or difflib.get_close_matches(path, alike, 1)
     return f"; did you mean {near[0]!r}?" if near else f"; {prefix or 'the top level'} has: {', '.join(siblings)}"
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return f"{str(value).lower()} (bool)"
-    if isinstance(value, dict):
-        return "a mapping"
-    text = repr(value)
-    text = text if len(text) <= 60 else text[:57] + "..."
-    return f"{text} ({type(value).__name__})"
 
 
 def _yaml_files(folder: Path) -> list[str]:

@@ -8,8 +8,18 @@ every violation at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
+
+#: in messages: what a value of a type is called, and what a bound says and means
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "min": ("at least", lambda v, b: v >= b),
+    "max": ("at most", lambda v, b: v <= b),
+    "above": ("above", lambda v, b: v > b),
+    "below": ("below", lambda v, b: v < b),
+}
 
 
 def opt(default: Any, help: str, **constraints: Any) -> Any:
@@ -24,9 +34,17 @@ def opt(default: Any, help: str, **constraints: Any) -> Any:
     return field(default=default, metadata=meta)
 
 
-def help_of(cls: type, name: str) -> str:
-    """The help text of one field of a configuration dataclass."""
-    return next(f.metadata["help"] for f in fields(cls) if f.name == name)
+def show(value: Any) -> str:
+    """A value as messages show it, with its type."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (bool)"
+    if isinstance(value, dict):
+        return "a mapping"
+    text = repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"{text} ({type(value).__name__})"
 
 
 @dataclass
@@ -182,7 +200,7 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int = opt(8, "sequences a micro-batch, per rank (without use_dynamic_bsz)", min=1)
     share_prompt_prefix: bool = opt(True, "compute the prompt of a group once for all its responses in a micro-batch")
     shuffle: bool = opt(True, "reshuffle prompts between epochs with trainer.seed")
-    policy_loss: str = opt("ppo", "policy loss by its name in the registry of rlscale.algo")
+    policy_loss: str = opt("ppo", "policy loss by its name, or as module:function or path/file.py:function")
     policy_loss_args: dict[str, Any] = opt({}, "further keyword arguments of the policy loss")
     clip_ratio_low: float = opt(0.2, "ratio clipped below at 1 - clip_ratio_low", min=0, max=1)
     clip_ratio_high: float = opt(0.2, "ratio clipped above at 1 + clip_ratio_high", min=0)
@@ -285,7 +303,7 @@ class KLControlConfig:
 
 @dataclass
 class AlgorithmConfig:
-    adv_estimator: str = opt("grpo", "advantage estimator by its name in the registry of rlscale.algo")
+    adv_estimator: str = opt("grpo", "advantage estimator by its name, or as module:function or path/file.py:function")
     adv_args: dict[str, Any] = opt({}, "further keyword arguments of the estimator")
     gamma: float = opt(1.0, "discount a token", min=0, max=1)
     lam: float = opt(1.0, "lambda of GAE", min=0, max=1)
@@ -295,9 +313,13 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = opt(KLControlConfig, "coefficient of that KL")
 
 
+#: what can be run: the module of each task (its ``TASK``), which is imported when the task runs
+TASKS = {"rl": "rlscale.loop.step"}
+
+
 @dataclass
 class Config:
-    task: str = opt("rl", "what to run", choices=("rl",))
+    task: str = opt("rl", "what to run", choices=tuple(TASKS))
     trainer: TrainerConfig = opt(TrainerConfig, "the run")
     data: DataConfig = opt(DataConfig, "prompts")
     model: ModelConfig = opt(ModelConfig, "the policy's start")

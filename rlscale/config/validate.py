@@ -6,19 +6,17 @@ support is refused here, with the reason, so that it never becomes a hang or a w
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from rlscale.config import functions
+from rlscale.config.algorithms import Algorithm, Registries, choose
+from rlscale.config.layouts import divisors, listed, refusals
 from rlscale.config.schema import ActorConfig, Config, CriticConfig, ParallelConfig, SourceConfig
-from rlscale.train.support import refusals
 
-#: estimators that compare the responses to one prompt with each other: with one response there is nothing to compare
-GROUP_ESTIMATORS = ("grpo", "grpo_passk", "opo", "rloo", "reinforce_plus_plus_baseline")
 #: folders under which this project keeps its own files; a path below them is never a hub name
 LOCAL_FOLDERS = ("models", "runs", "checkpoints", "data", "outputs")
 LOGGERS = ("jsonl", "tensorboard")
@@ -55,7 +53,7 @@ def check(
     world_size: int | None = None,
     *,
     spec: ModelSizes | None = None,
-    registries: Mapping[str, Collection[str]] | None = None,
+    registries: Registries | None = None,
 ) -> list[str]:
     """Everything that is wrong with a configuration whose fields are right one by one; empty if it can run.
 
@@ -63,8 +61,8 @@ def check(
         config: the configuration.
         world_size: trainer processes of the run; None skips what depends on it.
         spec: shapes of the model; None skips what depends on them.
-        registries: allowed names by key, e.g. ``{"algorithm.adv_estimator": [...]}``, for keys that name an entry of a
-            registry outside this package.
+        registries: what keys that name an algorithm may name (`rlscale.algo.needs.registries`); None skips what
+            depends on it, such as whether there is a critic.
     """
     return [v.message for v in find_violations(config, world_size, spec=spec, registries=registries)]
 
@@ -75,50 +73,34 @@ def find_violations(
     *,
     spec: ModelSizes | None = None,
     critic_spec: ModelSizes | None = None,
-    registries: Mapping[str, Collection[str]] | None = None,
+    registries: Registries | None = None,
 ) -> list[Violation]:
     """As `check`, with the keys of each violation. ``critic_spec``: shapes of ``critic.path``, where that is set."""
+    algorithms, unknown = _algorithms(config, registries or {})
+    critic = any("values" in a.needs for a in algorithms.values())
     found = [
-        *_trainer(config),
-        *_models(config),
+        *_trainer(config, critic),
+        *_models(config, critic),
         *_data(config),
         *_batches("actor", config.actor, config),
         *_layout("actor", config.actor.parallel, world_size, spec),
         *_rollout(config, world_size, spec),
-        *_algorithm(config),
+        *_algorithm(config, algorithms),
+        *_optimizers(config, critic),
         *_scorer(config),
-        *_registries(config, registries or {}),
+        *unknown,
     ]
-    if uses_critic(config):
+    if critic:
         found += _batches("critic", config.critic, config)
         critic_spec = spec if config.critic.path is None else critic_spec
         found += _layout("critic", config.critic.parallel, world_size, critic_spec, own_head=True)
     return found
 
 
-def uses_critic(config: Config) -> bool:
-    """True where the run trains a value model."""
-    return config.algorithm.adv_estimator == "gae"
-
-
-def uses_reference(config: Config) -> bool:
-    """True where the run needs the log-probs of the policy it started from."""
-    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _listed(numbers: list[int], near: int, count: int = 8) -> str:
-    """At most ``count`` of the numbers, those nearest to ``near``, ascending."""
-    return ", ".join(map(str, sorted(sorted(numbers, key=lambda x: (abs(x - near), x))[:count])))
-
-
 # ---- one function for each section
 
 
-def _trainer(c: Config) -> Iterator[Violation]:
+def _trainer(c: Config, critic: bool) -> Iterator[Violation]:
     t = c.trainer
     for i, name in enumerate(t.logger):
         if name not in LOGGERS:
@@ -129,7 +111,7 @@ def _trainer(c: Config) -> Iterator[Violation]:
             f"trainer.test_freq is {t.test_freq}, but data.val names no "
             "held-out prompts; add a source to data.val or set trainer.test_freq to 0",
         )
-    if t.critic_warmup and not uses_critic(c):
+    if t.critic_warmup and not critic:
         yield Violation(
             ("trainer.critic_warmup", "algorithm.adv_estimator"),
             f"trainer.critic_warmup is {t.critic_warmup}, "
@@ -162,11 +144,11 @@ def _trainer(c: Config) -> Iterator[Violation]:
         yield Violation(("trainer.run_dir",), f"trainer.run_dir: {t.run_dir} exists and is not a folder")
 
 
-def _models(c: Config) -> Iterator[Violation]:
+def _models(c: Config, critic: bool) -> Iterator[Violation]:
     if not c.model.path:
         yield Violation(("model.path",), "model.path must name a Hugging Face folder or hub model")
     folders = {"model.path": c.model.path, "model.tokenizer_path": c.model.tokenizer_path}
-    if uses_critic(c):
+    if critic:
         folders["critic.path"] = c.critic.path
     for key, name in folders.items():
         if not name:
@@ -265,8 +247,8 @@ def _batches(role: str, a: ActorConfig | CriticConfig, c: Config) -> Iterator[Vi
         yield Violation(
             (key, "data.train_batch_size"),
             f"{key} {mini} does not divide data.train_batch_size {batch} (both in "
-            f"prompts); {key} could be {_listed(_divisors(batch), mini)}, or data.train_batch_size "
-            f"{_listed(bigger, batch)}",
+            f"prompts); {key} could be {listed(divisors(batch), mini)}, or data.train_batch_size "
+            f"{listed(bigger, batch)}",
         )
     longest = c.data.max_prompt_length + c.data.max_response_length
     shared = a.parallel.ulysses_sequence_parallel_size
@@ -296,14 +278,14 @@ def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[
         yield Violation(
             (key,),
             f"{key} {tp} does not divide the {world} processes of this run; "
-            f"it could be {_listed(_divisors(world), tp)}",
+            f"it could be {listed(divisors(world), tp)}",
         )
     if spec is not None and (spec.heads % tp or (spec.kv_heads % tp and tp % spec.kv_heads)):
-        fits = [d for d in _divisors(spec.heads) if spec.kv_heads % d == 0 or d % spec.kv_heads == 0]
+        fits = [d for d in divisors(spec.heads) if spec.kv_heads % d == 0 or d % spec.kv_heads == 0]
         yield Violation(
             (key,),
             f"{key} {tp} splits neither the model's {spec.heads} attention heads nor its {spec.kv_heads} "
-            f"key-value heads evenly; it could be {_listed(fits, tp)}",
+            f"key-value heads evenly; it could be {listed(fits, tp)}",
         )
     longest = c.data.max_prompt_length + c.data.max_response_length
     limit = r.engine_args.get("max_model_len")
@@ -330,14 +312,39 @@ def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[
         )
 
 
-def _algorithm(c: Config) -> Iterator[Violation]:
+def _algorithms(c: Config, registries: Registries) -> tuple[dict[str, Algorithm], list[Violation]]:
+    """What the keys of the registries name, and what is wrong with the names and the arguments."""
+    found: dict[str, Algorithm] = {}
+    wrong: list[Violation] = []
+    for key, registry in registries.items():
+        try:
+            found[key] = choose(registries, key, _value(c, key))
+        except ValueError as error:
+            wrong.append(Violation((key,), str(error)))
+            continue
+        if registry.args_key is not None:
+            problems = found[key].problems(registry.args_key, _value(c, registry.args_key))
+            wrong += [Violation((registry.args_key, key), problem) for problem in problems]
+    return found, wrong
+
+
+def _value(c: Config, key: str) -> Any:
+    value: Any = c
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _algorithm(c: Config, algorithms: Mapping[str, Algorithm]) -> Iterator[Violation]:
     a, actor = c.algorithm, c.actor
-    if c.rollout.n == 1 and a.adv_estimator in GROUP_ESTIMATORS:
-        yield Violation(
-            ("rollout.n", "algorithm.adv_estimator"),
-            f"rollout.n is 1, but adv_estimator {a.adv_estimator} compares "
-            "the responses to one prompt with each other; set rollout.n to at least 2, or adv_estimator to gae",
-        )
+    for key, algorithm in algorithms.items():
+        if c.rollout.n == 1 and "group" in algorithm.needs:
+            name = f"{key.rpartition('.')[2]} {_value(c, key)}"
+            yield Violation(
+                ("rollout.n", key),
+                f"rollout.n is 1, but {name} compares the responses to one prompt with each other; set rollout.n to at "
+                "least 2, or adv_estimator to gae",
+            )
     ctrl = a.kl_ctrl
     if ctrl.type == "interval" and not (ctrl.target_low and ctrl.target_high and ctrl.target_low < ctrl.target_high):
         yield Violation(
@@ -357,7 +364,10 @@ def _algorithm(c: Config) -> Iterator[Violation]:
             f"actor.loss_scale_factor is the C of loss_agg_mode "
             f"seq-mean-token-sum-norm and means nothing to {actor.loss_agg_mode}; leave it null",
         )
-    optims = {"actor": actor.optim} | ({"critic": c.critic.optim} if uses_critic(c) else {})
+
+
+def _optimizers(c: Config, critic: bool) -> Iterator[Violation]:
+    optims = {"actor": c.actor.optim} | ({"critic": c.critic.optim} if critic else {})
     for role, optim in optims.items():
         if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
             yield Violation(
@@ -379,24 +389,6 @@ def _scorer(c: Config) -> Iterator[Violation]:
                 ("reward.scorer_args", "reward.scorer"), "reward.scorer_args are given, but reward.scorer is null"
             )
         return
-    where, colon, function = scorer.rpartition(":")
-    if not colon:  # the name of a built-in scorer: known where the scorers are
-        return
-    is_file = where.endswith(".py")
-    named = is_file or re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", where) is not None
-    if not named or not function.isidentifier():
-        message = f"reward.scorer: {scorer!r} is not of the form module:function or path/file.py:function"
-        yield Violation(("reward.scorer",), message)
-    elif is_file and not os.path.isfile(os.path.expanduser(where)):
-        yield Violation(("reward.scorer",), f"reward.scorer: no such file: {where}")
-
-
-def _registries(c: Config, registries: Mapping[str, Collection[str]]) -> Iterator[Violation]:
-    for key, names in registries.items():
-        value: object = c
-        for part in key.split("."):
-            value = getattr(value, part)
-        if value not in names:
-            near = difflib.get_close_matches(str(value), names, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            yield Violation((key,), f"{key}: {value!r} is none of {', '.join(sorted(names))}{hint}")
+    wrong = functions.problem("reward.scorer", scorer) if ":" in scorer else None  # built-in ones are known elsewhere
+    if wrong:
+        yield Violation(("reward.scorer",), wrong)

@@ -7,51 +7,42 @@ same.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from rlscale.algo.entropy import entropy_sum
 from rlscale.algo.kl import kl_loss
-from rlscale.algo.policy_loss import policy_loss, prepare
+from rlscale.algo.policy_loss import POLICY_LOSSES, policy_loss, prepare
 from rlscale.algo.value_loss import value_loss
-from rlscale.batch.types import PackedBatch
+from rlscale.batch.types import LossFn, ModelOut, PackedBatch
 from rlscale.config.schema import ActorConfig, CriticConfig
 
-# losses that are exactly zero, with zero gradient, for a response whose advantages are all zero
-ZERO_AT_ZERO_ADVANTAGE = {
-    "ppo",
-    "vanilla",
-    "gspo",
-    "cispo",
-    "gpg",
-    "reinforce",
-    "sapo",
-    "geo_mean",
-    "dppo_tv",
-    "dppo_kl",
-}
 
+def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = None) -> LossFn:
+    """Loss of the policy on micro-batches of ``mini``: policy loss - entropy_coeff * entropy + kl_loss_coef * KL.
 
-def actor_loss(cfg: ActorConfig, mini: PackedBatch) -> Any:
-    """Loss of the policy on micro-batches of ``mini``: policy loss - entropy_coeff * entropy + kl_loss_coef * KL."""
+    ``current``: ``[T]`` log-probs of ``mini`` under the policy as it is now (`current_logprobs`); None: the old ones.
+    """
     args = dict(cfg.policy_loss_args)
+    statistic: dict[str, float] = {}
+    needs = POLICY_LOSSES.find(cfg.policy_loss).needs
     assert mini.advantages is not None
     if mini.old_logprobs is not None:
-        args |= prepare(
+        statistic = prepare(
             cfg.policy_loss,
-            logprobs=mini.old_logprobs,
+            logprobs=mini.old_logprobs if current is None else current,
             old_logprobs=mini.old_logprobs,
             advantages=mini.advantages,
             mask=mini.mask,
             cu_seqlens=mini.cu_seqlens,
             clip_low=cfg.clip_ratio_low,
             clip_high=cfg.clip_ratio_high,
-            **cfg.policy_loss_args,
+            **args,
         )
 
-    def loss_fn(out: Any, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_fn(out: ModelOut, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert out.logprobs is not None and micro.advantages is not None and micro.weights is not None
         # one optimizer step a batch: the old policy is the current one, and its ratio is 1 with the right gradient
         old = out.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
@@ -66,6 +57,8 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch) -> Any:
             clip_low=cfg.clip_ratio_low,
             clip_high=cfg.clip_ratio_high,
             clip_c=cfg.clip_ratio_c,
+            ref_logprobs=micro.ref_logprobs if "ref_logprobs" in needs else None,
+            statistic=statistic,
             **args,
         )
         sums = {"pg_loss": loss, **sums, "tokens": micro.mask.sum()}
@@ -87,11 +80,23 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch) -> Any:
     return loss_fn
 
 
-def critic_loss(cfg: CriticConfig) -> Any:
+def current_logprobs(
+    cfg: ActorConfig, mini: PackedBatch, updated: bool, logprobs: Callable[[PackedBatch], tuple[Tensor, Tensor | None]]
+) -> Tensor | None:
+    """``[T]`` log-probs of a mini-batch under the policy as it is now, where the loss has a statistic of the mini-batch
+    and the policy was ``updated`` since the batch was sampled; else None. Collective, as ``logprobs`` is.
+    """
+    if not updated or POLICY_LOSSES.find(cfg.policy_loss).prepare is None:
+        return None
+    return logprobs(mini)[0]
+
+
+def critic_loss(cfg: CriticConfig) -> LossFn:
     """Clipped value loss (PPO) over the response tokens."""
 
-    def loss_fn(out: Any, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert micro.values is not None and micro.returns is not None and micro.weights is not None
+    def loss_fn(out: ModelOut, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert out.values is not None and micro.values is not None
+        assert micro.returns is not None and micro.weights is not None
         loss, sums = value_loss(
             out.values, micro.values, micro.returns, micro.mask, micro.weights, clip=cfg.cliprange_value
         )
@@ -105,10 +110,16 @@ def contributing_rows(cfg: ActorConfig, batch: PackedBatch) -> Tensor:
     computed.
     """
     rows = torch.arange(batch.num_samples)
-    if cfg.policy_loss not in ZERO_AT_ZERO_ADVANTAGE or cfg.use_kl_loss or cfg.entropy_coeff:
+    skips = POLICY_LOSSES.find(cfg.policy_loss).zero_at_zero_advantage
+    if not skips or cfg.use_kl_loss or cfg.entropy_coeff:
         return rows
     assert batch.advantages is not None and batch.weights is not None
     live = (batch.advantages != 0) & (batch.weights != 0)
     count = torch.zeros(batch.num_samples, dtype=torch.int64)
     owner = torch.repeat_interleave(rows, batch.response_lengths)
     return rows[count.index_add_(0, owner, live.long()) > 0]
+
+
+def actor_trains(step: int, critic_warmup: int) -> bool:
+    """Whether the actor is updated in this step (1 is the first): not in the first ``critic_warmup`` steps."""
+    return step > critic_warmup

@@ -7,13 +7,10 @@ A *spec* is what names a scorer: a built-in name (`last_number`), the default sc
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from rlscale.config import functions
 
 Scorer = Callable[..., Any]
 
@@ -57,9 +54,7 @@ def expand(spec: str) -> str:
         raise ValueError(
             f"reward.scorer: {spec!r} is neither module:function, path/file.py:function nor one of {', '.join(SCORERS)}"
         )
-    if module.endswith(".py"):
-        module = str(Path(module).expanduser().resolve())
-    return f"{module}:{function}"
+    return functions.absolute(spec)
 
 
 def load(target: str) -> Scorer:
@@ -68,30 +63,4 @@ def load(target: str) -> Scorer:
     Raises:
         ValueError: the file or module is missing or fails to import, or has no such function.
     """
-    name, _, function = target.rpartition(":")
-    try:
-        module = _load_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-    except FileNotFoundError as error:
-        raise ValueError(f"reward.scorer {target}: no file {error.filename or name}") from error
-    except ModuleNotFoundError as error:
-        raise ValueError(f"reward.scorer {target}: no module named {error.name!r}") from error
-    except Exception as error:
-        raise ValueError(f"reward.scorer {target}: importing it raises {type(error).__name__}: {error}") from error
-    scorer = getattr(module, function, None)
-    if not callable(scorer):
-        raise ValueError(f"reward.scorer {target}: {name} has no function {function!r}")
-    return scorer
-
-
-def _load_file(path: Path) -> Any:
-    name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return functions.load("reward.scorer", target)

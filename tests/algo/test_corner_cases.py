@@ -51,7 +51,7 @@ def test_kl_cov_chooses_its_share_also_where_covariances_tie() -> None:
         logprobs=logp, old_logprobs=logp, advantages=torch.zeros(n), mask=torch.ones(n), cu_seqlens=torch.tensor([0, n])
     )
     given = prepare("kl_cov", **batch, kl_cov_ratio=0.005)
-    _, sums = policy_loss("kl_cov", **batch, weights=torch.ones(n), kl_cov_ratio=0.005, **given)
+    _, sums = policy_loss("kl_cov", **batch, weights=torch.ones(n), kl_cov_ratio=0.005, statistic=given)
     assert sums["pg_clipfrac"] == 5
 
 

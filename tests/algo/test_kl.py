@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlscale.algo.kl import AdaptiveKL, FixedKL, IntervalKL, kl, kl_loss, make_controller, names
+from rlscale.algo.kl import KL, AdaptiveKL, FixedKL, IntervalKL, kl, kl_loss, make_controller
 
 VALUE = {
     "k1": lambda d: d,
@@ -35,10 +35,10 @@ RATIOS = (-8.0, -4.0, -1.5, -1.0, -0.3, -1e-4, 1e-4, 0.3, 1.0, 2.0, 9.0, 40.0)
 
 
 def test_every_estimator_has_a_reference() -> None:
-    assert set(names()) == {n + s for n in VALUE for s in ("", "+")}
+    assert set(KL.names()) == {n + s for n in VALUE for s in ("", "+")}
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", KL.names())
 def test_value_and_gradient(name: str) -> None:
     d = torch.tensor(RATIOS, dtype=torch.float64)
     logp = (d - 50.0).requires_grad_()
@@ -52,7 +52,7 @@ def test_value_and_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", KL.names())
 def test_finite_at_any_log_ratio(name: str, dtype: torch.dtype) -> None:
     low = [-119.5, -0.5, -1e4, 0.0, -1e30, 0.0, -float("inf"), 0.0, -31.0, -30.0]
     logp = torch.tensor(low, dtype=dtype, requires_grad=True)

@@ -15,17 +15,18 @@ from torch import Tensor
 
 from rlscale.algo.entropy import entropy_sum
 from rlscale.algo.kl import kl_loss
-from rlscale.algo.policy_loss import POLICY_LOSSES, PREPARE, policy_loss, prepare
+from rlscale.algo.policy_loss import POLICY_LOSSES, policy_loss, prepare
 from rlscale.algo.preference import token_cross_entropy
 from rlscale.algo.value_loss import value_loss
 from rlscale.batch.weights import MODES, loss_weights
-from tests.algo.batches import Flat, random_flat
+from rlscale.testing.batches import Flat, random_flat
 
 ARGS = {
     "kl_cov": {"kl_cov_ratio": 0.3},
     "clip_cov": {"clip_cov_ratio": 0.2, "cov_lb": 0.02, "cov_ub": 5.0},
     "dppo_tv": {"div_low": 0.05, "div_high": 0.05, "ratio_cap": 1.2},
 }
+PREPARED = [n for n in POLICY_LOSSES.names() if POLICY_LOSSES.find(n).prepare is not None]
 Loss = Callable[[Flat, Tensor, Tensor, dict], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -41,7 +42,7 @@ def _policy(name: str) -> Loss:
             cu_seqlens=b.cu,
             is_weights=b.is_weights,
             **ARGS.get(name, {}),
-            **shared,
+            statistic=shared,
         )
 
     return loss
@@ -56,7 +57,7 @@ LOSSES: dict[str, Loss] = {n: _policy(n) for n in POLICY_LOSSES.names()} | {
 
 
 def shared_numbers(name: str, b: Flat) -> dict:
-    if name not in PREPARE.names():
+    if name not in PREPARED:
         return {}
     return prepare(
         name, logprobs=b.logp, old_logprobs=b.old, advantages=b.adv, mask=b.mask, cu_seqlens=b.cu, **ARGS[name]
@@ -101,7 +102,7 @@ def test_any_split_and_order(name: str, mode: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("name", PREPARE.names())
+@pytest.mark.parametrize("name", PREPARED)
 def test_mini_batch_statistics_ignore_order(name: str, seed: int) -> None:
     b = random_flat(seed)
     order = random.Random(seed).sample(range(b.sequences), b.sequences)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rlscale.config import Config, check, find_violations
+from rlscale import config as rules
+from rlscale.algo.needs import registries
+from rlscale.algo.registry import Registry
+from rlscale.config import Config, find_violations
 from rlscale.config.schema import SourceConfig
 from rlscale.config.validate import is_hub_name
+
+check = partial(rules.check, registries=registries())
 
 
 @dataclass
@@ -272,8 +278,11 @@ def test_what_is_not_used_is_not_checked(config: Config) -> None:
 
 
 def test_names_of_registries(config: Config) -> None:
-    names = {"algorithm.adv_estimator": ["gae", "grpo"], "actor.policy_loss": ["ppo"]}
-    assert check(config, registries=names) == []
+    estimators, losses = Registry("estimator"), Registry("loss")
+    estimators.register("gae", "grpo")(lambda b: b)
+    losses.register("ppo")(lambda x: x)
+    names = {"algorithm.adv_estimator": estimators, "actor.policy_loss": losses}
+    assert rules.check(config, registries=names) == []
     config.algorithm.adv_estimator = "grppo"
     (violation,) = find_violations(config, registries=names)
     assert violation.keys == ("algorithm.adv_estimator",)
