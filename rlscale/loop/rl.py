@@ -265,7 +265,7 @@ def mini_batches(
 def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     """Optimizer steps of the policy over the mini-batches."""
     actor = run.cfg.actor
-    records = []
+    records: list[dict[str, float]] = []
     for rows in mini_batches(run, batch, step):
         mini = batch.select(rows)
         mini.weights = loss_weights(
