@@ -133,7 +133,7 @@ def test_a_path_that_cannot_be_used_is_one_clear_error(
 @pytest.mark.parametrize(
     "overrides, said",
     [
-        ("algorithm.adv_args.epz=1e-6", "adv_args.epz: grpo takes no such argument; did you mean algorithm.adv_args.eps?"),
+        ("algorithm.adv_args.epz=1e-6", "epz: grpo takes no such argument; did you mean algorithm.adv_args.eps?"),
         ("algorithm.adv_args.foo=1", "algorithm.adv_args.foo: grpo takes no such argument; it takes: eps"),
         ("algorithm.adv_args.eps=abc", "algorithm.adv_args.eps must be a number, not 'abc' (str)"),
         ("algorithm.adv_args.eps=true", "algorithm.adv_args.eps must be a number, not true (bool)"),
