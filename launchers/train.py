@@ -1,112 +1,18 @@
 """Start a run: ``deepspeed launchers/train.py --yaml FILE [section.key=value ...] [--dry-run]``.
 
-The same program runs on every rank. It reads and checks the configuration before anything heavy is imported, so that a
-mistake costs seconds: every violation is printed once, by the first rank, and the exit code is 2.
+The same program runs on every rank; it is `rlscale.loop.launch.main`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
-import signal
 import sys
-import time
-import traceback
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # runs from a checkout that was never installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 
-USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
-STOPPED = 75  # asked to stop, state saved: start it again (EX_TEMPFAIL of sysexits.h)
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--yaml", required=True, metavar="FILE", help="configuration of the run")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check configuration, sizes and placement, print them, stop"
-    )
-    parser.add_argument("--world-size", type=int, help="ranks to plan a dry run for (default: those that were started)")
-    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # set by the launcher
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
-    return parser.parse_intermixed_args(argv)
-
-
-def main(argv: list[str]) -> int:
-    args = parse(argv)
-    if args.world_size is not None and args.world_size < 1:
-        return fail(f"--world-size {args.world_size} is not a number of ranks", 0, USAGE_ERROR)
-    rank = int(os.environ.get("RANK", "0"))
-    world = args.world_size if args.dry_run and args.world_size else int(os.environ.get("WORLD_SIZE", "1"))
-    from rlscale.config import ConfigError
-    from rlscale.loop.launch import configure, describe
-
-    try:
-        cfg, spec = configure(args.yaml, args.overrides, world)
-    except ConfigError as error:
-        return fail(str(error), rank, USAGE_ERROR)
-    if args.dry_run:
-        if rank == 0:
-            print(describe(cfg, spec, world))
-        return 0
-    from rlscale.cluster.device import detect, follow_launcher, init_distributed, prepare_process
-
-    follow_launcher()
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run watches for them itself
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    try:
-        prepare_process(detect(cfg.trainer.device))
-        device = init_distributed(cfg.trainer.device, cfg.trainer.collective_timeout_s, cfg.trainer.deterministic)
-        from rlscale.loop.rl import train
-
-        stopped = train(cfg, device)
-    except ValueError as error:  # the user's data or model, named by the message
-        return fail(str(error), rank, USAGE_ERROR)
-    except KeyboardInterrupt:
-        return fail("interrupted", rank, INTERRUPTED)
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else RUN_ERROR
-        return fail("ended by a signal before the first step; nothing was changed", rank, code, every_rank=True)
-    except Exception as error:
-        if lost_contact(error):  # another rank has failed, and its message must come first
-            time.sleep(3)
-            return fail("lost contact with another rank, which ended first", rank, RUN_ERROR, every_rank=True)
-        if not raised_here(error):
-            traceback.print_exc()
-        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        return fail(text, rank, RUN_ERROR, every_rank=True)
-    return 0 if stopped is None else STOPPED
-
-
-def lost_contact(error: Exception) -> bool:
-    """Whether an error only says that the other end of a connection is gone."""
-    text = str(error)
-    return any(
-        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Failed to recv, got 0")
-    )
-
-
-def raised_here(error: Exception) -> bool:
-    """Whether this project raised the error itself, with a message that needs no stack to be understood."""
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
-    return isinstance(error, RuntimeError) and Path(last).resolve().is_relative_to(ROOT / "rlscale")
-
-
-def fail(message: str, rank: int, code: int, every_rank: bool = False) -> int:
-    """Print what ended the run and return the exit code.
-
-    The launcher ends all ranks as soon as one has failed. An error that all ranks have found alike is told by the first
-    rank, and the others give it the time to.
-    """
-    from rlscale.cluster.device import say
-
-    if rank and not every_rank:
-        time.sleep(5)
-    say(f"error: rank {rank}: {message}" if rank or every_rank else f"error: {message}")
-    return code
-
+from rlscale.loop.launch import main
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])

@@ -20,7 +20,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
-from tests import leftovers, tiny, worlds
+from rlscale.testing import models
+from tests import leftovers, worlds
 
 STACKS_AFTER = 240.0  # seconds after which a test's stacks are printed (it goes on; pytest-timeout ends it)
 LEFTOVERS_WITHIN = 5.0  # seconds that processes and shared memory have to go away at the end
@@ -31,8 +32,8 @@ _leftovers = pytest.StashKey[list[str]]()
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., str]:
-    """`tests.tiny.tiny_model`, as a fixture."""
-    return tiny.tiny_model
+    """`rlscale.testing.models.tiny_model`, as a fixture."""
+    return models.tiny_model
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Speed and memory of the algorithm library, side by side with plain versions of the same formulas, in one run.
 
-    tools/bench_algo.py [--repeat N] [--only advantages,partition,packing,head]
+    python tools/bench_algo.py [--repeat N] [--only advantages,partition,packing,head]
 
 The plain versions are written here for the comparison: advantages on padded ``[B, L]`` tensors, Karmarkar-Karp in
 Python, full logits. One thread. Each pair is run alternately and the least time of each is taken.
@@ -17,18 +16,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 
 from rlscale.algo.advantages import estimate_advantages
 from rlscale.batch.balance import balanced_partition
 from rlscale.batch.microbatch import pack_by_budget
 from rlscale.model.head import vocab_parallel_logprob_entropy
+from tools.common import alternate, memory
 
 
 def machine() -> str:
@@ -47,18 +48,15 @@ def machine() -> str:
 
 def least(functions: list[Callable[[], object]], repeat: int) -> list[float]:
     """Least CPU seconds of each function, run in turn; quick ones (below 50 ms) ten times as often."""
-    best = [float("inf")] * len(functions)
+    def seconds(_: int, f: Callable[[], object]) -> float:
+        start = time.process_time()
+        f()
+        return time.process_time() - start
 
-    def one_round() -> None:
-        for i, f in enumerate(functions):
-            start = time.process_time()
-            f()
-            best[i] = min(best[i], time.process_time() - start)
-
-    one_round()
-    for _ in range(repeat * 10 if max(best) < 0.05 else repeat - 1):
-        one_round()
-    return best
+    runs = {str(i): partial(seconds, f=f) for i, f in enumerate(functions)}
+    rows = list(alternate(runs, 1))
+    rows += alternate(runs, repeat * 10 if max(rows[0].values()) < 0.05 else repeat - 1)
+    return [min(row[name] for row in rows) for name in runs]
 
 
 def line(what: str, plain: str, ours: str, verdict: str) -> None:
@@ -208,7 +206,7 @@ class Peak:
     """Highest resident memory while inside, above that at the start, sampled every millisecond."""
 
     def __enter__(self) -> Peak:
-        self.start, self.top, self.stop = self.resident(), 0, False
+        self.start, self.top, self.stop = memory("VmRSS"), 0, False
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
         return self
@@ -217,13 +215,9 @@ class Peak:
         self.stop = True
         self.thread.join()
 
-    @staticmethod
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     def watch(self) -> None:
         while not self.stop:
-            self.top = max(self.top, self.resident())
+            self.top = max(self.top, memory("VmRSS"))
             time.sleep(0.001)
 
     @property

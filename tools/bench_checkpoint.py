@@ -30,9 +30,10 @@ from rlscale.checkpoint import Content, Retention, Saver, Shards, Store
 from rlscale.checkpoint.shards import State, collect
 from rlscale.cluster.device import free_port
 from rlscale.model.arch import ModelSpec
+from rlscale.reshard.canonical import hf_shapes
 from rlscale.reshard.layout import Layout, Piece, whole
-from rlscale.reshard.megatron import hf_shapes
-from rlscale.reshard.zero import Fragment, zero_layout
+from rlscale.reshard.zero_layout import Fragment, zero_layout
+from tools.common import alternate, table, timed
 
 PIECE = 8 * 2**20
 
@@ -70,15 +71,11 @@ def replace_plain(folder: Path, rank: int, number: int, values: torch.Tensor) ->
     (folder / f"plain{rank}-{number - 1}").unlink(missing_ok=True)
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Seconds until all ranks have done it."""
+def from_quiet_disk(action: Callable[[], object]) -> float:
+    """Seconds until all ranks have done it, with nothing left to write from before."""
     if dist.get_rank() == 0:
         os.sync()
-    dist.barrier()
-    started = time.perf_counter()
-    action()
-    dist.barrier()
-    return time.perf_counter() - started
+    return timed(action).seconds
 
 
 def measure(rank: int, args: argparse.Namespace, port: int, folder: str) -> None:
@@ -91,29 +88,25 @@ def measure(rank: int, args: argparse.Namespace, port: int, folder: str) -> None
     root = Path(folder)
     savers = {kind: Saver(Store(root / kind), Retention(keep_last=1), asynchronous=kind == "beside")
               for kind in ("step", "beside")}  # fmt: skip
-    rows: dict[str, list[float]] = {name: [] for name in ("plain", "save", "blocked", "complete", "load")}
-    for number in range(1, args.rounds + 2):
-        row: dict[str, float] = {}
 
-        def plain(row: dict[str, float] = row, number: int = number) -> None:
-            row["plain"] = timed(lambda: replace_plain(root, rank, number, values))
+    def plain(number: int) -> dict[str, float]:
+        return {"plain": from_quiet_disk(lambda: replace_plain(root, rank, number, values))}
 
-        def save(row: dict[str, float] = row, number: int = number) -> None:
-            row["save"] = timed(lambda: savers["step"].save(number, content))
+    def save(number: int) -> dict[str, float]:
+        return {"save": from_quiet_disk(lambda: savers["step"].save(number + 1, content))}
 
-        def beside(row: dict[str, float] = row, number: int = number) -> None:
-            started = time.perf_counter()
-            row["blocked"] = timed(lambda: savers["beside"].save(number, content))
-            savers["beside"].wait()
-            row["complete"] = time.perf_counter() - started
+    def beside(number: int) -> dict[str, float]:
+        started = time.perf_counter()
+        blocked = from_quiet_disk(lambda: savers["beside"].save(number + 1, content))
+        savers["beside"].wait()
+        return {"blocked": blocked, "complete": time.perf_counter() - started}
 
-        order = [plain, save, beside]
-        for action in order[number % 3 :] + order[: number % 3]:
-            action()
-        row["load"] = timed(lambda number=number: load(savers["step"].store, number, states, rank))
-        if number > 1:  # the first round makes the memory of the copies
-            for name, seconds in row.items():
-                rows[name].append(seconds)
+    rows: list[dict[str, float]] = []
+    for results in alternate({"plain": plain, "save": save, "beside": beside}, args.rounds + 1):
+        row = {name: seconds for result in results.values() for name, seconds in result.items()}
+        step = len(rows) + 1
+        rows.append(row | {"load": from_quiet_disk(lambda step=step: load(savers["step"].store, step, states, rank))})
+    rows = rows[1:]  # the first round makes the memory of the copies
     if rank == 0:
         report(rows, values.numel() * 4 * args.ranks)
     dist.destroy_process_group()
@@ -127,8 +120,9 @@ def load(store: Store, step: int, states: dict[str, State], rank: int) -> None:
         shards.read(state, layout.of_rank(rank), buffers)
 
 
-def report(rows: dict[str, list[float]], size: int) -> None:
-    print(f"{size / 2**20:.0f} MiB; median of {len(rows['plain'])} rounds, ratio to plain files of the same round")
+def report(rows: list[dict[str, float]], size: int) -> None:
+    print(f"{size / 2**20:.0f} MiB; median of {len(rows)} rounds, ratio to plain files of the same round")
+    lines = []
     for name, text in (
         ("plain", "plain files, flushed"),
         ("save", "save in the step"),
@@ -136,8 +130,9 @@ def report(rows: dict[str, list[float]], size: int) -> None:
         ("complete", "asynchronous save: until it is complete"),
         ("load", "load, checksums compared"),
     ):
-        ratio = statistics.median(a / b for a, b in zip(rows[name], rows["plain"], strict=True))
-        print(f"  {text:40} {statistics.median(rows[name]):7.3f} s   {ratio:5.2f}")
+        ratio = statistics.median(row[name] / row["plain"] for row in rows)
+        lines.append([text, f"{statistics.median(row[name] for row in rows):.3f}", f"{ratio:.2f}"])
+    print(table(["", "seconds", "ratio"], lines))
 
 
 def main(argv: list[str]) -> int:

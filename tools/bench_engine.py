@@ -31,13 +31,17 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
+
+from rlscale.cluster.device import free_port
+from rlscale.testing.models import tiny_model
+from tools.common import ROOT, alternate, memory, reset_peak, table
+
 ANSWER = "@@bench "  # marks a worker's lines in what libraries print
 PLAIN = ("plain-sdpa", "plain-eager")
 KEYS = {
@@ -95,32 +99,17 @@ def parse_layout(text: str) -> tuple[int, dict[str, Any]]:
 
 def make_batch(job: Job, vocab: int) -> Any:
     """The batch of a job, the same for equal settings; padded to the longest response if the job says so."""
-    import torch
+    from rlscale.testing.batches import lognormal_batch
 
-    from rlscale.batch.types import Trajectory, pack
-
-    g = torch.Generator().manual_seed(job.seed)
-    lengths = torch.exp(torch.randn(job.sequences, generator=g) * job.sigma) * job.median
-    lengths = lengths.round().long().clamp(1, job.longest)
-    width = int(lengths.max())
-    trajectories = []
-    for i, n in enumerate(lengths.tolist()):
-        prompt, response = (torch.randint(4, vocab, (k,), generator=g).tolist() for k in (job.prompt, n))
-        pad = width - n if job.padded else 0
-        mask = [1] * n + [0] * pad
-        trajectories.append(Trajectory(i, 0, prompt, response + [0] * pad, mask, [0.0] * (n + pad), reward=0.0))
-    batch = pack(trajectories)
-    batch.weights = batch.mask / batch.mask.sum()
-    batch.advantages = torch.ones_like(batch.mask)
-    batch.advantages[batch.mask != 0] = torch.randn(int(lengths.sum()), generator=g)
-    return batch
+    names = ("sequences", "prompt", "median", "sigma", "longest", "padded", "seed")
+    return lognormal_batch(vocab, **{name: getattr(job, name) for name in names})
 
 
 def real_tokens(job: Job, batch: Any) -> int:
     return int(batch.mask.sum()) + job.sequences * job.prompt
 
 
-OPTIM = dict(lr=1e-6, betas=[0.9, 0.999], eps=1e-8, weight_decay=0.01, grad_clip=1.0)
+OPTIM: dict[str, Any] = dict(lr=1e-6, betas=[0.9, 0.999], eps=1e-8, weight_decay=0.01, grad_clip=1.0)
 Passes = dict[str, Callable[[], float]]
 
 
@@ -174,72 +163,75 @@ def padded_micro_batches(lengths: Any, budget: int) -> list[list[int]]:
     return out
 
 
-def build_plain(job: Job) -> tuple[Passes, int, Any]:
-    """The passes of the usual loop with transformers and torch.optim.AdamW."""
-    import torch
-    from transformers import AutoModelForCausalLM
+class PlainLoop:
+    """The passes of the usual loop with transformers and torch.optim.AdamW, in bf16 on fp32 masters."""
 
-    dtype = getattr(torch, job.dtype)
-    attention = job.name.removeprefix("plain-")
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, attn_implementation=attention)
-    batch = make_batch(job, model.config.vocab_size)
-    rows = [slice(int(a), int(b)) for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
-    prompts = batch.prompt_tokens.view(job.sequences, job.prompt)
-    lengths = [job.prompt + s.stop - s.start for s in rows]
-    micros = padded_micro_batches(lengths, max(job.max_tokens, max(lengths)))
-    weights = list(model.parameters())
-    masters = [p.detach().float().clone() if dtype != torch.float32 else p for p in weights]
-    optimizer = torch.optim.AdamW(
-        masters,
-        lr=OPTIM["lr"],
-        betas=tuple(OPTIM["betas"]),
-        eps=OPTIM["eps"],
-        weight_decay=OPTIM["weight_decay"],
-        fused=True,
-    )
+    def __init__(self, job: Job) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
 
-    def share(micro: list[int]) -> torch.Tensor:
+        self.torch, dtype = torch, getattr(torch, job.dtype)
+        attention = job.name.removeprefix("plain-")
+        self.model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, attn_implementation=attention)
+        self.batch = make_batch(job, self.model.config.vocab_size)
+        cu = self.batch.cu_seqlens
+        self.rows = [slice(int(a), int(b)) for a, b in zip(cu[:-1], cu[1:], strict=True)]
+        self.prompts = self.batch.prompt_tokens.view(job.sequences, job.prompt)
+        self.lengths = [job.prompt + s.stop - s.start for s in self.rows]
+        self.micros = padded_micro_batches(self.lengths, max(job.max_tokens, max(self.lengths)))
+        self.weights = list(self.model.parameters())
+        self.own_masters = dtype != torch.float32
+        self.masters = [p.detach().float().clone() for p in self.weights] if self.own_masters else self.weights
+        adam = dict(lr=OPTIM["lr"], betas=tuple(OPTIM["betas"]), eps=OPTIM["eps"], weight_decay=OPTIM["weight_decay"])
+        self.optimizer = torch.optim.AdamW(self.masters, **adam, fused=True)
+
+    def share(self, micro: list[int]) -> Any:
         """The loss of one micro-batch; the last token of a response is no input, it predicts nothing."""
-        width = max(lengths[i] for i in micro) - 1
+        torch, batch, first = self.torch, self.batch, self.prompts.shape[1] - 1
+        width = max(self.lengths[i] for i in micro) - 1
         ids = torch.zeros(len(micro), width, dtype=torch.int64)
         mask, scored = torch.zeros_like(ids), torch.zeros(len(micro), width, dtype=torch.bool)
         for k, i in enumerate(micro):
-            n = lengths[i] - 1
-            ids[k, :n] = torch.cat((prompts[i], batch.tokens[rows[i]][:-1]))
+            n = self.lengths[i] - 1
+            ids[k, :n] = torch.cat((self.prompts[i], batch.tokens[self.rows[i]][:-1]))
             mask[k, :n] = 1
-            scored[k, job.prompt - 1 : n] = True
-        hidden = model.model(input_ids=ids, attention_mask=mask).last_hidden_state[scored]
-        logits = model.lm_head(hidden).float()
-        targets = torch.cat([batch.tokens[rows[i]] for i in micro])
-        factor = torch.cat([(batch.advantages * batch.weights)[rows[i]] for i in micro])
+            scored[k, first:n] = True
+        hidden = self.model.model(input_ids=ids, attention_mask=mask).last_hidden_state[scored]
+        logits = self.model.lm_head(hidden).float()
+        targets = torch.cat([batch.tokens[self.rows[i]] for i in micro])
+        factor = torch.cat([(batch.advantages * batch.weights)[self.rows[i]] for i in micro])
         return (torch.nn.functional.cross_entropy(logits, targets, reduction="none") * factor).sum()
 
-    @torch.no_grad()
-    def forward() -> float:
-        model.eval()
-        return sum(float(share(micro)) for micro in micros)
+    def forward(self) -> float:
+        self.model.eval()
+        with self.torch.no_grad():
+            return sum(float(self.share(micro)) for micro in self.micros)
 
-    def train() -> float:
-        model.train()
+    def train(self) -> float:
+        self.model.train()
         total = 0.0
-        for micro in micros:
-            loss = share(micro)
+        for micro in self.micros:
+            loss = self.share(micro)
             loss.backward()
             total += float(loss.detach())
-            if dtype != torch.float32:  # gradients are summed in fp32, as the engine does
-                for master, p in zip(masters, weights, strict=True):
+            if self.own_masters:  # gradients are summed in fp32, as the engine does
+                for master, p in zip(self.masters, self.weights, strict=True):
                     assert p.grad is not None
                     master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
                     p.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, float(OPTIM["grad_clip"]))  # type: ignore[arg-type]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if dtype != torch.float32:
-            with torch.no_grad():
-                torch._foreach_copy_(weights, masters)
+        self.torch.nn.utils.clip_grad_norm_(self.masters, float(OPTIM["grad_clip"]))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.own_masters:
+            with self.torch.no_grad():
+                self.torch._foreach_copy_(self.weights, self.masters)
         return total
 
-    return {"forward": forward, "train": train}, real_tokens(job, batch), None
+
+def build_plain(job: Job) -> tuple[Passes, int, Any]:
+    """The passes of the plain loop, and the real tokens of its batch."""
+    loop = PlainLoop(job)
+    return {"forward": loop.forward, "train": loop.train}, real_tokens(job, loop.batch), None
 
 
 def work(job: Job) -> None:
@@ -263,13 +255,12 @@ def work(job: Job) -> None:
 
 def measure(passes: Passes) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    reset_peak()
     for name, run in passes.items():
         started = time.perf_counter()
         out[f"{name}_loss"] = run()
         out[f"{name}_s"] = time.perf_counter() - started
-    status = Path("/proc/self/status").read_text()
-    out["peak_bytes"] = int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
+    out["peak_bytes"] = memory("VmHWM")
     return out
 
 
@@ -282,7 +273,7 @@ def count_tensors(passes: Passes, engine: Any) -> dict[str, Any]:
     from rlscale.observe.tensor_memory import TensorMemory
 
     counter = TensorMemory(*engine.stage.parameters())
-    drive, optimizer = engine._run, engine.engine.optimizer
+    drive, optimizer = engine._run, engine.optimizer.deepspeed.optimizer
     make_buckets = optimizer.setup_buckets  # of a fixed size, in which gradients travel: not activations
 
     def uncounted() -> None:
@@ -299,26 +290,6 @@ def count_tensors(passes: Passes, engine: Any) -> dict[str, Any]:
 
 
 # ---- in the program that starts them
-
-
-def random_model(folder: Path) -> str:
-    """A Llama of 12 M parameters with random weights whose heads (8, and 4 of keys and values) any layout can split."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 class Program:
@@ -355,7 +326,7 @@ class Program:
                 return dict(json.loads(line.removeprefix(ANSWER)))
         raise SystemExit(f"{self.job.name}: a process has ended without an answer")
 
-    def turn(self) -> list[dict[str, Any]]:
+    def turn(self, _: int = 0) -> list[dict[str, Any]]:
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
@@ -369,14 +340,6 @@ class Program:
             process.wait()
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def compare(jobs: list[Job], rounds: int) -> dict[str, dict[str, Any]]:
     """Medians over the rounds by name: tokens a second of both passes, peak GiB, and the loss as a check."""
     programs: list[Program] = []
@@ -384,16 +347,11 @@ def compare(jobs: list[Job], rounds: int) -> dict[str, dict[str, Any]]:
         for job in jobs:
             programs.append(Program(job))
         tokens = {p.job.name: p.answers()[0]["tokens"] for p in programs}
-        rows: dict[str, list[list[dict[str, Any]]]] = {p.job.name: [] for p in programs}
-        for turn in range(rounds + 1):
-            for program in programs:
-                answer = program.turn()
-                if turn:
-                    rows[program.job.name].append(answer)
+        rows = list(alternate({p.job.name: p.turn for p in programs}, rounds + 1))[1:]
     finally:
         for program in programs:
             program.close()
-    return {name: summarize(answers, tokens[name]) for name, answers in rows.items()}
+    return {name: summarize([row[name] for row in rows], count) for name, count in tokens.items()}
 
 
 def summarize(answers: list[list[dict[str, Any]]], tokens: int) -> dict[str, Any]:
@@ -427,9 +385,7 @@ def activations(jobs: list[Job]) -> dict[str, int]:
 def report(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Print the table; the ratios that it allows."""
     columns = ("processes", "forward_tokens_per_s", "train_tokens_per_s", "peak_gib", "loss")
-    print(f"{'':24}" + "".join(f"{c:>22}" for c in columns))
-    for name, row in figures.items():
-        print(f"{name:24}" + "".join(f"{row[c]:>22.6g}" for c in columns))
+    print(table(["", *columns], [[name, *(f"{row[c]:.6g}" for c in columns)] for name, row in figures.items()]))
     ratios: dict[str, float] = {}
     plain = [figures[name] for name in PLAIN if name in figures]
     for kind in ("forward", "train"):
@@ -467,10 +423,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         return work(Job(**json.loads(args.worker)))
-    with tempfile.TemporaryDirectory(prefix="bench-engine-") as folder:
-        if args.model == "random":
-            args.model = random_model(Path(folder))
-        run(args, parser)
+    if args.model == "random":  # 12 M parameters whose heads any layout can split
+        shape = dict(layers=12, heads=8, kv_heads=4, head_dim=32, ffn=768, vocab=4096)
+        args.model = tiny_model("llama", **shape, max_position_embeddings=32768)
+    run(args, parser)
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -29,12 +29,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 
 import torch
 import torch.distributed as dist
@@ -45,6 +44,7 @@ from rlscale.model.arch import ModelSpec
 from rlscale.reshard import Layout, Piece, Plan, Transfer, load_pieces, megatron_layout, plan, vllm_layout
 from rlscale.reshard.layout import intersect
 from rlscale.reshard.transport import region
+from tools.common import Timing, alternate, memory, reset_peak, timed
 
 MB = 2**20
 Tensors = dict[str, torch.Tensor]
@@ -199,22 +199,6 @@ def _groups(source: Layout, dims: ParallelDims, pp: int, limit: int, itemsize: i
     return groups
 
 
-@dataclass
-class Timing:
-    seconds: float
-    cpu_seconds: float  # of this rank
-
-
-def timed(work: Callable[[], None]) -> Timing:
-    """Between two barriers."""
-    dist.barrier()
-    started, cpu = time.perf_counter(), time.process_time()
-    work()
-    cpu = time.process_time() - cpu
-    dist.barrier()
-    return Timing(time.perf_counter() - started, cpu)
-
-
 def point_to_point(nbytes: int, rounds: int) -> float:
     """Raw rate in GB/s by rank and direction: every rank sends a buffer and receives one, all at once."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -259,12 +243,6 @@ def best_bucket(make: Callable[[int], Callable[[], None]], sizes: list[int]) -> 
     return int(choice)
 
 
-def memory(field: str) -> int:
-    """A field of /proc/self/status in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
-
-
 def load(folder: str, dims: ParallelDims, dtype: torch.dtype) -> None:
     """Read a folder into this rank's shard; rank 0 prints every rank's bytes and peak."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -273,7 +251,7 @@ def load(folder: str, dims: ParallelDims, dtype: torch.dtype) -> None:
     shard = buffers_of(layout.of_rank(rank), dtype, torch.empty)
     read: list[int] = []
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak()
     before, started = memory("VmRSS"), time.perf_counter()
     load_pieces(folder, layout.of_rank(rank), shard, shapes=layout.shapes, on_read=read.append)
     mine = [sum(t.nbytes for t in shard.values()), sum(read), memory("VmHWM") - before]
@@ -328,15 +306,18 @@ def main() -> None:
     }
     chosen = {name: best_bucket(make, sizes) for name, make in sides.items()}
     runs = {name: make(chosen[name]) for name, make in sides.items()}
-    times: dict[str, list[Timing]] = {name: [] for name in sides}
-    for _ in range(args.rounds):
-        for name, run in runs.items():
-            for tensor in target.values():
-                tensor.zero_()
-            times[name].append(timed(run))
-            wrong = [key for key, value in expected.items() if not torch.equal(value, target[key])]
-            if wrong:
-                raise SystemExit(f"rank {device.rank}: {name} brought wrong values: {wrong[:3]}")
+
+    def checked(_: int, name: str) -> Timing:
+        for tensor in target.values():
+            tensor.zero_()
+        timing = timed(runs[name])
+        wrong = [key for key, value in expected.items() if not torch.equal(value, target[key])]
+        if wrong:
+            raise SystemExit(f"rank {device.rank}: {name} brought wrong values: {wrong[:3]}")
+        return timing
+
+    rounds = list(alternate({name: partial(checked, name=name) for name in sides}, args.rounds))
+    times = {name: [row[name] for row in rounds] for name in sides}
     raw = point_to_point(64 * MB, args.rounds)
     cpu = {name: torch.tensor(sum(t.cpu_seconds for t in of_side)) / args.rounds for name, of_side in times.items()}
     for total in cpu.values():

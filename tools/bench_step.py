@@ -15,31 +15,23 @@ Tokens are those of the responses, and of prompts and responses, counting each r
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-TICKS = os.sysconf("SC_CLK_TCK")
-# glibc keeps freed memory in the process; without this TRL's step is a fifth slower (our program sets the same by
-# itself).
-MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": "2147483648",
-    "MALLOC_TRIM_THRESHOLD_": "4294967296",
-    "MALLOC_TOP_PAD_": "67108864",
-    "MALLOC_ARENA_MAX": "1",
-}
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
+
+from rlscale.cluster.device import free_port
+from rlscale.rollout.vllm.settings import MALLOC
+from tools.common import alternate, follow
 
 
 @dataclasses.dataclass
@@ -58,103 +50,6 @@ class Step:
 class Result:
     steps: list[Step]
     peak_gib: float  # sum over all processes of the proportional set size
-
-
-class Monitor(threading.Thread):
-    """CPU time and memory of a program and everything it has started, read from /proc while it runs."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self.pids = {pid}
-        self.cpu: dict[int, float] = {}  # pid -> CPU seconds when last seen, kept after the process has ended
-        self.peak = 0
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        while not self.done.wait(2.0):
-            self.read_cpu()
-            self.peak = max(self.peak, self.pss())
-
-    def read_cpu(self) -> float:
-        """CPU seconds of all processes so far."""
-        parents: dict[int, int] = {}
-        for entry in os.listdir("/proc"):
-            if not entry.isdigit():
-                continue
-            try:
-                with open(f"/proc/{entry}/stat") as f:
-                    fields = f.read().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            pid, parents[pid] = int(entry), int(fields[1])
-            if pid in self.pids or parents[pid] in self.pids:
-                self.pids.add(pid)
-                self.cpu[pid] = (int(fields[11]) + int(fields[12])) / TICKS
-        for pid, parent in parents.items():  # children listed before their parents
-            if parent in self.pids:
-                self.pids.add(pid)
-        return sum(self.cpu.values())
-
-    def pss(self) -> int:
-        """Bytes of memory of all processes, shared pages counted once."""
-        total = 0
-        for pid in list(self.pids):
-            try:
-                with open(f"/proc/{pid}/smaps_rollup") as f:
-                    total += next(int(line.split()[1]) for line in f if line.startswith("Pss:")) * 1024
-            except (OSError, StopIteration):
-                continue
-        return total
-
-
-def end(program: subprocess.Popen[bytes], pids: set[int]) -> None:
-    """Stop a program and all its processes: launchers start their workers in sessions of their own."""
-    program.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        program.wait(10)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    program.wait()
-
-
-def follow(
-    command: list[str], env: dict[str, str], lines: Path, log: Path, limit: float
-) -> tuple[list[tuple[Any, ...]], float]:
-    """Run a program. (time, CPU seconds so far, object) of each line that it adds to ``lines``; and the peak in GiB."""
-    seen: list[tuple[Any, ...]] = []
-    with open(log, "wb") as output:
-        program = subprocess.Popen(
-            command, env=os.environ | env, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
-        )
-    monitor = Monitor(program.pid)
-    monitor.start()
-    deadline = time.monotonic() + limit
-    position = 0
-    try:
-        while True:
-            running = program.poll() is None
-            if lines.exists() and lines.stat().st_size > position:
-                now = time.monotonic()
-                with open(lines) as f:
-                    f.seek(position)
-                    text = f.read()
-                whole = text[: text.rfind("\n") + 1]
-                position += len(whole.encode())
-                seen += [(now, monitor.read_cpu(), json.loads(line)) for line in whole.splitlines()]
-            if not running:
-                break
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{command[0]} took more than {limit:.0f} s; its output is in {log}")
-            time.sleep(0.02)
-    finally:
-        monitor.done.set()
-        if program.poll() is None:
-            end(program, monitor.pids)
-    if program.returncode:
-        sys.stderr.write(log.read_text(errors="replace")[-4000:])
-        raise SystemExit(f"{' '.join(command)} ended with status {program.returncode}")
-    return seen, monitor.peak / 2**30
 
 
 def run_ours(args: argparse.Namespace, folder: Path) -> Result:
@@ -237,14 +132,6 @@ def run_trl(args: argparse.Namespace, folder: Path) -> Result:
     return Result([step(*pair) for pair in zip(lines, lines[1:], strict=False)], peak)
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def report(name: str, results: list[Result], drop: int) -> dict[str, Any]:
     """Figures of one system over the kept steps of all rounds (a rate is a ratio of totals, not a mean of rates)."""
     # the first line of a program ends its first step, which has no beginning to be timed from: one step is always
@@ -277,7 +164,7 @@ def report(name: str, results: list[Result], drop: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program (default 3)")
     parser.add_argument("--steps", type=int, default=6, help="steps of a run (default 6)")
@@ -293,19 +180,25 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one run of a program")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     parser.add_argument("overrides", nargs="*", help="key=value for our program")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the program under way is ended, too
     systems = {"ours": run_ours, "trl": run_trl}
     wanted = [args.only] if args.only else list(systems)
-    results: dict[str, list[Result]] = {name: [] for name in wanted}
-    for turn in range(args.rounds):
-        for name in wanted:
-            folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-"))
-            results[name].append(systems[name](args, folder))
-            shutil.rmtree(folder)
-            kept = results[name][-1].steps[max(0, args.drop - 1) :]
-            print(f"round {turn + 1} {name}: " + " ".join(f"{s.seconds:.2f}" for s in kept) + " s a step", flush=True)
-    figures = {name: report(name, results[name], args.drop) for name in wanted}
+
+    def run(number: int, name: str) -> Result:
+        folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-"))
+        result = systems[name](args, folder)
+        shutil.rmtree(folder)
+        kept = result.steps[max(0, args.drop - 1) :]
+        print(f"round {number + 1} {name}: " + " ".join(f"{s.seconds:.2f}" for s in kept) + " s a step", flush=True)
+        return result
+
+    rounds = list(alternate({name: partial(run, name=name) for name in wanted}, args.rounds))
+    figures = {name: report(name, [row[name] for row in rounds], args.drop) for name in wanted}
     for figure in figures.values():
         print(json.dumps(figure, indent=1))
     if len(figures) == 2:

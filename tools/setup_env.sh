@@ -55,7 +55,7 @@ install() {
 
 main() {
     local python wanted
-    wanted="$({ echo "$TORCH"; cat "$LOCK" setup.py; } | sha256sum | cut -d' ' -f1)"
+    wanted="$({ echo "$TORCH"; cat "$LOCK" setup.py pyproject.toml; } | sha256sum | cut -d' ' -f1)"
     if [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
         check_compiler .venv/bin/python
         return

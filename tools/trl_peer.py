@@ -15,10 +15,11 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 PROMPTS, SAMPLES, NEW_TOKENS, PROCESSES = 8, 8, 32, 2
 
 
@@ -55,18 +56,24 @@ def prompts(tokenizer: Any, steps: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    args = arguments()
-    import torch
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+class Counts:
+    """What happens between two steps on this process; the reward function and the clock add to it."""
 
+    def __init__(self) -> None:
+        self.values = dict.fromkeys(("completion_tokens", "prompt_tokens", "reward", "generation"), 0.0)
+
+    def add(self, **more: float) -> None:
+        for name, value in more.items():
+            self.values[name] += value
+
+    def take(self) -> dict[str, float]:
+        taken, self.values = self.values, dict.fromkeys(self.values, 0.0)
+        return taken
+
+
+def reward_function(tokenizer: Any, counts: Counts) -> Callable[..., list[float]]:
+    """Our reward of the task, which counts tokens, too."""
     from rlscale.reward.verifiers import last_number
-
-    torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    counts = dict.fromkeys(("completion_tokens", "prompt_tokens", "reward", "generation"), 0.0)
 
     def reward(
         prompts: list[Any],
@@ -80,21 +87,21 @@ def main() -> None:
         scores = [
             last_number("addition", *row[:2], {"question": row[2]}) for row in zip(texts, truth, question, strict=True)
         ]
-        counts["completion_tokens"] += sum(len(ids) for ids in completion_ids)
-        counts["prompt_tokens"] += sum(
-            len(tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False)) for p in prompts
+        asked = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
+        counts.add(
+            completion_tokens=sum(len(ids) for ids in completion_ids),
+            prompt_tokens=sum(map(len, asked)),
+            reward=sum(scores) / (PROMPTS * SAMPLES),
         )
-        counts["reward"] += sum(scores) / (PROMPTS * SAMPLES)
         return scores
 
-    class Timed(GRPOTrainer):
-        """The stock trainer with a clock around its generation."""
+    return reward
 
-        def _generate(self, *a: Any, **k: Any) -> Any:
-            started = time.perf_counter()
-            result = super()._generate(*a, **k)
-            counts["generation"] += time.perf_counter() - started
-            return result
+
+def lines_after_steps(counts: Counts, out: Path | None) -> Any:
+    """A callback of the trainer that writes one JSON object a step."""
+    import torch
+    from transformers import TrainerCallback
 
     class Lines(TrainerCallback):
         started = cpu = 0.0
@@ -104,27 +111,28 @@ def main() -> None:
 
         def on_step_end(self, config: Any, state: Any, control: Any, **_: Any) -> None:
             seconds = time.perf_counter() - self.started
-            mine = {**counts, "cpu_seconds": time.process_time() - self.cpu}
+            mine = {**counts.take(), "cpu_seconds": time.process_time() - self.cpu}
             everyone: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(everyone, mine)
-            counts.update(dict.fromkeys(counts, 0.0))
             if torch.distributed.get_rank() == 0:
-                total = {k: sum(m[k] for m in everyone) for k in mine}
+                total = {k: sum(m[k] for m in everyone) for k in mine if k != "generation"}
                 generation = max(m["generation"] for m in everyone)
-                del total["generation"]
-                line = {
-                    "step": state.global_step,
-                    "seconds": seconds,
-                    **total,
-                    "phases": {"generation": generation, "training": seconds - generation},
-                }
+                phases = {"generation": generation, "training": seconds - generation}
+                line = {"step": state.global_step, "seconds": seconds, **total, "phases": phases}
                 print(json.dumps(line), flush=True)
-                if args.out:
-                    with open(args.out, "a") as f:
+                if out:
+                    with open(out, "a") as f:
                         f.write(json.dumps(line) + "\n")
 
+    return Lines()
+
+
+def settings(args: argparse.Namespace) -> Any:
+    """The stock trainer's configuration."""
+    from trl import GRPOConfig
+
     a_process = PROMPTS * SAMPLES // PROCESSES
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir="unused",
         use_cpu=True,
         bf16=False,
@@ -146,13 +154,34 @@ def main() -> None:
         logging_strategy="no",
         disable_tqdm=True,
     )
+
+
+def main() -> None:
+    args = arguments()
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOTrainer
+
+    torch.set_num_threads(1)
+    tokenizer, counts = AutoTokenizer.from_pretrained(args.model, padding_side="left"), Counts()
+
+    class Timed(GRPOTrainer):
+        """The stock trainer with a clock around its generation."""
+
+        def _generate(self, *a: Any, **k: Any) -> Any:
+            started = time.perf_counter()
+            result = super()._generate(*a, **k)
+            counts.add(generation=time.perf_counter() - started)
+            return result
+
     trainer = Timed(
         model=args.model,
-        reward_funcs=reward,
-        args=config,
+        reward_funcs=reward_function(tokenizer, counts),
+        args=settings(args),
         processing_class=tokenizer,
         train_dataset=Dataset.from_list(prompts(tokenizer, args.steps, args.seed)),
-        callbacks=[Lines()],
+        callbacks=[lines_after_steps(counts, args.out)],
     )
     trainer.train()
     torch.distributed.destroy_process_group()

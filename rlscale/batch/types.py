@@ -1,4 +1,5 @@
-"""The two shapes of experience: a `Trajectory` (one response, Python lists) and a `PackedBatch` (many, flat tensors).
+"""The two shapes of experience: a `Trajectory` (one response, Python lists) and a `PackedBatch` (many, flat tensors);
+and what a loss function is on them.
 
 A batch holds response tokens only, in one row, with the prompts beside it: every per-token quantity of an algorithm
 (mask, log-probs, values, advantages, loss weights) is 1-D and aligned with the response tokens, and a prompt that
@@ -9,6 +10,7 @@ counts by construction, and only the model's work is divided over ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -62,6 +64,10 @@ class PackedBatch:
         return self.cu_seqlens.numel() - 1
 
     @property
+    def num_prompts(self) -> int:
+        return self.prompt_cu_seqlens.numel() - 1
+
+    @property
     def response_lengths(self) -> Tensor:
         """[B] tokens of each response."""
         return self.cu_seqlens.diff()
@@ -71,27 +77,62 @@ class PackedBatch:
         """[G] tokens of each prompt."""
         return self.prompt_cu_seqlens.diff()
 
-    def select(self, rows: Tensor) -> PackedBatch:
-        """The batch of the given responses, in the given order. ``rows``: [b] int64. Prompts are kept whole and in
-        place.
-        """
-        lengths = self.response_lengths[rows]
-        cu = torch.zeros(rows.numel() + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=cu[1:])
-        starts = self.cu_seqlens[rows]
-        at = torch.repeat_interleave(starts - cu[:-1], lengths) + torch.arange(int(cu[-1]))
+    def token_index(self, samples: Tensor) -> Tensor:
+        """[t] int64: places of the tokens of some responses (``samples``: [b] int64), one response after another."""
+        lengths = self.response_lengths[samples]
+        ends = lengths.cumsum(0)
+        starts = self.cu_seqlens[:-1][samples] - (ends - lengths)
+        return torch.repeat_interleave(starts, lengths) + torch.arange(int(lengths.sum()))
+
+    def select(self, samples: Tensor) -> PackedBatch:
+        """The batch of some responses (``samples``: [b] int64), in that order. Prompts are kept whole and in place."""
+        index = self.token_index(samples)
         out: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in PER_TOKEN and value is not None:
-                value = value[at]
+                value = value[index]
             elif f.name in ("group", "rewards"):
-                value = value[rows]
+                value = value[samples]
             out[f.name] = value
-        out["cu_seqlens"] = cu
+        out["cu_seqlens"] = _cumulative(self.response_lengths[samples])
         out["extra"] = dict(self.extra)
         return PackedBatch(**out)
 
+    def with_one_more_token(self) -> PackedBatch:
+        """The same sequences with one token of any kind after each response, and no per-token quantities."""
+        longer = PackedBatch(
+            prompt_tokens=self.prompt_tokens,
+            prompt_cu_seqlens=self.prompt_cu_seqlens,
+            group=self.group,
+            tokens=self.tokens.new_zeros(self.tokens.numel() + self.num_samples),
+            cu_seqlens=_cumulative(self.response_lengths + 1),
+            mask=torch.ones(self.tokens.numel() + self.num_samples),
+            rewards=self.rewards,
+        )
+        owner = torch.repeat_interleave(torch.arange(self.num_samples), self.response_lengths)
+        longer.tokens[torch.arange(self.tokens.numel()) + owner] = self.tokens
+        return longer
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The batch with every tensor on a device, which a loss function gets; itself for a CPU."""
+        if device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return PackedBatch(**moved)
+
+
+@dataclass
+class ModelOut:
+    """What the model says about the response tokens of one micro-batch, fp32, in the order of its batch."""
+
+    logprobs: Tensor | None = None  # [t]
+    entropy: Tensor | None = None  # [t]
+    values: Tensor | None = None  # [t]
+
+
+#: the micro-batch's share of the loss (a sum weighted by its ``weights``, so that shares add up), and sums for the log
+LossFn = Callable[[ModelOut, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
 
 PER_TOKEN = (
     "tokens",
@@ -121,11 +162,11 @@ def pack(trajectories: list[Trajectory]) -> PackedBatch:
             raise ValueError(f"prompt {t.prompt_index} sample {t.sample_index}: token, mask and log-prob counts differ")
     order = {p: g for g, p in enumerate(sorted(prompts))}
 
-    def flat(rows: list[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor([x for row in rows for x in row], dtype=dtype)
+    def flat(lists: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([x for one in lists for x in one], dtype=dtype)
 
-    def cu(rows: list[Any]) -> Tensor:
-        return torch.tensor([0] + [len(r) for r in rows], dtype=torch.int64).cumsum(0)
+    def cu(lists: list[Any]) -> Tensor:
+        return _cumulative(torch.tensor([len(one) for one in lists], dtype=torch.int64))
 
     in_order = [prompts[p] for p in sorted(prompts)]
     responses = [t.response_ids for t in trajectories]
@@ -139,3 +180,8 @@ def pack(trajectories: list[Trajectory]) -> PackedBatch:
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         rollout_logprobs=flat([t.rollout_logprobs for t in trajectories], torch.float32),
     )
+
+
+def _cumulative(lengths: Tensor) -> Tensor:
+    """[n] int64 -> [n+1] int64: where each begins, and where the last ends."""
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))

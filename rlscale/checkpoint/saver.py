@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlscale.checkpoint.shards import LAYOUT, Own, State, collect, file_of, snapshot, write_tensors
 from rlscale.checkpoint.store import Entry, Retention, Store, write_json
+from rlscale.cluster.collective import gather
 
 RUN = "run.json"
 
@@ -62,9 +63,9 @@ class Saver:
         self, store: Store, retention: Retention, *, asynchronous: bool = False, timeout_s: float = 1800.0,
     ):  # fmt: skip
         self.store, self.retention, self.asynchronous = store, retention, asynchronous
-        self.rank, self.world, self.group = 0, 1, None
+        self.rank, self.group = 0, None
         if dist.is_initialized():
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            self.rank = dist.get_rank()
             # a group of its own, over CPU: the threads of a save must not come between the step's collectives
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.memory: Tensor | None = None
@@ -157,9 +158,6 @@ class Saver:
             problem = f"rank {self.rank}: {error.strerror or error}"
         except Exception as error:  # the others wait to be told
             problem = f"rank {self.rank}: {type(error).__name__}: {error}"
-        if self.group is None:
-            return [result], problem
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, (result, problem), group=self.group)
+        everyone = gather((result, problem), self.group)
         problems = [p for _, p in everyone if p is not None]
         return [r for r, _ in everyone], problems[0] if problems else None

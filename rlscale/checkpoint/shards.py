@@ -22,13 +22,12 @@ from torch import Tensor
 from rlscale.checkpoint.checksum import Checksum
 from rlscale.checkpoint.store import Damaged, Entry, Record
 from rlscale.reshard.layout import Box, Layout, Piece, intersect, subtract, volume, whole
-from rlscale.reshard.safetensors_io import TYPE_NAMES
+from rlscale.reshard.safetensors_io import TYPE_NAMES, TYPES
 from rlscale.reshard.transport import region
 
 LAYOUT = "layout.json"
 CHUNK = 8 * 2**20  # bytes written at a time
 SHARE_ELEMENTS = 2**16  # slices held by several ranks are divided among them from this size on
-DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 State = tuple[Layout, Mapping[str, Tensor]]  # who holds what, and this rank's buffers by the layout's keys
 
@@ -281,7 +280,7 @@ def _mapped(path: Path) -> dict[str, Tensor]:
         header.pop("__metadata__", None)
         out = {}
         for name, entry in header.items():
-            dtype, shape, (lo, hi) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            dtype, shape, (lo, hi) = TYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
             count = (hi - lo) // dtype.itemsize
             flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + lo) if count else torch.empty(0)
             out[name] = flat.view(shape)

@@ -184,7 +184,7 @@ def quiet_libraries() -> None:
 
 
 def say(text: str) -> None:
-    """A line on standard error. That nobody reads it any more (``| tee`` has ended) keeps nothing from going on."""
+    """Print a line on standard error; a reader that has ended (``| tee``) is no reason for the run to fail."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 

@@ -3,8 +3,10 @@
 Imports nothing but PyYAML and the standard library, so that a faulty file is refused in well under a second.
 """
 
-from rlscale.config.load import ConfigError, load, save, to_dict
+from rlscale.config.load import ConfigError, load, read, save, to_dict
 from rlscale.config.schema import Config
 from rlscale.config.validate import ModelSizes, Violation, check, find_violations
 
-__all__ = ["Config", "ConfigError", "ModelSizes", "Violation", "check", "find_violations", "load", "save", "to_dict"]
+__all__ = [
+    "Config", "ConfigError", "ModelSizes", "Violation", "check", "find_violations", "load", "read", "save", "to_dict",
+]  # fmt: skip

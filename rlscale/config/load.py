@@ -4,8 +4,8 @@ A file holds the keys of `rlscale.config.schema` and, optionally, ``base: other.
 hold differences only. Mappings are merged key by key, anything else is replaced. An override is ``section.key=value``
 with the value in YAML; list elements are reached by number (``data.train.0.size=64``).
 
-Scalars follow YAML 1.2, not PyYAML's 1.1: ``1e-6`` is a number, ``yes``, ``off`` and ``1:30`` are strings. Types are
-exact: a bool is no int, a float with an integral value is no int; a float field takes ints and numeric strings.
+Scalars are those of `rlscale.config.yaml12`. Types are exact: a bool is no int, a float with an integral value is no
+int; a float field takes ints and numeric strings.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, Union
 
 import yaml
 
-from rlscale.config.algorithms import Registries
 from rlscale.config.schema import BOUNDS, TYPE_NAMES, Config, show
-from rlscale.config.validate import ModelSizes, Violation, find_violations
+from rlscale.config.validate import Violation
+from rlscale.config.yaml12 import Dumper, parse_yaml
 
 
 class ConfigError(ValueError):
@@ -38,42 +38,43 @@ class ConfigError(ValueError):
         super().__init__(head + "\n  - ".join(self.violations))
 
 
-def load(
-    path: str | os.PathLike[str],
-    overrides: Sequence[str] = (),
-    *,
-    world_size: int | None = None,
-    spec: ModelSizes | None = None,
-    registries: Registries | None = None,
-    validate: bool = False,
-) -> Config:
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """The configuration in ``path`` with its bases and the overrides applied.
+
+    Raises:
+        ConfigError: with everything that `read` finds.
+    """
+    config, found = read(path, overrides)
+    if found:
+        raise ConfigError([v.message for v in found])
+    return config
+
+
+def read(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tuple[Config, list[Violation]]:
+    """The configuration, and what is wrong with it key by key: unknown keys, wrong types, values out of bounds. A value
+    that could not be read is replaced by its default.
 
     Args:
         path: YAML file.
         overrides: ``section.key=value`` each.
-        world_size, spec, registries: as for `rlscale.config.validate.check`; giving any of them implies ``validate``.
-        validate: look for contradictions between keys, too, and report them in the same error.
 
     Raises:
-        ConfigError: with every unknown key, wrong type, value out of bounds and, on request, contradiction.
+        ConfigError: a file cannot be read; whatever else could be said follows from its absence.
     """
     reader = _Reader()
     tree = to_dict(Config())
     reader.merge(tree, reader.read(Path(path)))
-    if reader.violations:  # a file that can't be read: whatever else could be said follows from its absence
+    if reader.violations:
         raise ConfigError([v.message for v in reader.violations])
     for override in overrides:
         reader.override(tree, override)
     config = reader.build(Config, tree, "")
-    found = reader.violations
-    if validate or world_size is not None or spec is not None or registries is not None:
-        contradictions = find_violations(config, world_size, spec=spec, registries=registries)
-        # a value that could not be read was replaced by its default: nothing is said about what follows from it
-        found += [v for v in contradictions if not any(_related(a, b) for a in v.keys for w in found for b in w.keys)]
-    if found:
-        raise ConfigError([v.message for v in found])
-    return config
+    return config, reader.violations
+
+
+def unrelated(contradictions: Sequence[Violation], misread: Sequence[Violation]) -> list[Violation]:
+    """Those that do not follow from a value that could not be read and was replaced by its default."""
+    return [v for v in contradictions if not any(_related(a, b) for a in v.keys for w in misread for b in w.keys)]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -83,58 +84,8 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def save(config: Config, path: str | os.PathLike[str]) -> None:
     """Write the resolved configuration as a YAML file that `load` reads back to an equal one."""
-    text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
+    text = yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
     Path(path).write_text(text, encoding="utf-8")
-
-
-def parse_yaml(text: str) -> Any:
-    """A YAML document with this module's scalars. Raises yaml.YAMLError, also for duplicate keys."""
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values only
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2 scalars that refuses duplicate keys."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            line = key_node.start_mark.line + 1
-            if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key_node, yaml.ScalarNode):
-                continue
-            if key_node.value in seen:
-                problem = f"key {key_node.value!r} appears a second time, after line {seen[key_node.value]}"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
-            seen[key_node.value] = line
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes strings as `_Loader` needs it, and writes no anchors."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-for _class in (_Loader, _Dumper):
-    for _tag, _pattern, _first in (
-        ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-        ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
-        (
-            "float",
-            r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
-            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-            "-+.0123456789",
-        ),
-        ("null", r"~|null|Null|NULL|", "~nN\0"),
-        ("merge", r"<<", "<"),
-    ):
-        _class.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), [c if c != "\0" else "" for c in _first]
-        )
 
 
 class _Reader:

@@ -313,9 +313,13 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = opt(KLControlConfig, "coefficient of that KL")
 
 
+#: what can be run: the module of each task (its ``TASK``), which is imported when the task runs
+TASKS = {"rl": "rlscale.loop.step"}
+
+
 @dataclass
 class Config:
-    task: str = opt("rl", "what to run", choices=("rl",))
+    task: str = opt("rl", "what to run", choices=tuple(TASKS))
     trainer: TrainerConfig = opt(TrainerConfig, "the run")
     data: DataConfig = opt(DataConfig, "prompts")
     model: ModelConfig = opt(ModelConfig, "the policy's start")

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from rlscale.config import functions
 from rlscale.config.algorithms import Algorithm, Registries, choose
+from rlscale.config.layouts import divisors, listed, refusals
 from rlscale.config.schema import ActorConfig, Config, CriticConfig, ParallelConfig, SourceConfig
-from rlscale.train.support import refusals
 
 #: folders under which this project keeps its own files; a path below them is never a hub name
 LOCAL_FOLDERS = ("models", "runs", "checkpoints", "data", "outputs")
@@ -95,15 +95,6 @@ def find_violations(
         critic_spec = spec if config.critic.path is None else critic_spec
         found += _layout("critic", config.critic.parallel, world_size, critic_spec, own_head=True)
     return found
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _listed(numbers: list[int], near: int, count: int = 8) -> str:
-    """At most ``count`` of the numbers, those nearest to ``near``, ascending."""
-    return ", ".join(map(str, sorted(sorted(numbers, key=lambda x: (abs(x - near), x))[:count])))
 
 
 # ---- one function for each section
@@ -256,8 +247,8 @@ def _batches(role: str, a: ActorConfig | CriticConfig, c: Config) -> Iterator[Vi
         yield Violation(
             (key, "data.train_batch_size"),
             f"{key} {mini} does not divide data.train_batch_size {batch} (both in "
-            f"prompts); {key} could be {_listed(_divisors(batch), mini)}, or data.train_batch_size "
-            f"{_listed(bigger, batch)}",
+            f"prompts); {key} could be {listed(divisors(batch), mini)}, or data.train_batch_size "
+            f"{listed(bigger, batch)}",
         )
     longest = c.data.max_prompt_length + c.data.max_response_length
     shared = a.parallel.ulysses_sequence_parallel_size
@@ -287,14 +278,14 @@ def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[
         yield Violation(
             (key,),
             f"{key} {tp} does not divide the {world} processes of this run; "
-            f"it could be {_listed(_divisors(world), tp)}",
+            f"it could be {listed(divisors(world), tp)}",
         )
     if spec is not None and (spec.heads % tp or (spec.kv_heads % tp and tp % spec.kv_heads)):
-        fits = [d for d in _divisors(spec.heads) if spec.kv_heads % d == 0 or d % spec.kv_heads == 0]
+        fits = [d for d in divisors(spec.heads) if spec.kv_heads % d == 0 or d % spec.kv_heads == 0]
         yield Violation(
             (key,),
             f"{key} {tp} splits neither the model's {spec.heads} attention heads nor its {spec.kv_heads} "
-            f"key-value heads evenly; it could be {_listed(fits, tp)}",
+            f"key-value heads evenly; it could be {listed(fits, tp)}",
         )
     longest = c.data.max_prompt_length + c.data.max_response_length
     limit = r.engine_args.get("max_model_len")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlscale.config.schema import DataConfig, SourceConfig
 
 MAX_REPORTED = 10  # malformed rows shown; the others are counted
+Cursor = tuple[int, int]  # epoch, position in it
 _CHUNK = 1024  # conversations tokenised at a time
 
 
@@ -46,7 +47,7 @@ class PromptData:
         sources: where the prompts come from, concatenated in this order.
         cfg: lengths, column names, system prompt.
         tokenizer: a transformers tokenizer. Without a chat template, prompts must be texts.
-        batch_size: prompts of `next_batch`; None where only `all` is used (validation).
+        batch_size: prompts of `peek`; None where only `all` is used (validation).
         seed, shuffle: order of each epoch.
         name: key of `sources`, for messages to the user.
 
@@ -86,17 +87,33 @@ class PromptData:
         """Every prompt once, in the order of the sources."""
         return list(self.prompts)
 
-    def next_batch(self) -> list[Prompt]:
-        """The next `batch_size` prompts. Where an epoch ends within the batch, the next one begins there."""
+    def peek(self) -> tuple[list[Prompt], Cursor]:
+        """The next `batch_size` prompts, and the position after them for `advance`; nothing has moved.
+
+        Where an epoch ends within the batch, the next one begins there.
+        """
         assert self.batch_size is not None, "made without a batch size"
         batch: list[Prompt] = []
+        epoch, position, order = self.epoch, self.position, self._order
         while len(batch) < self.batch_size:
-            if self.position == len(self.prompts):
-                self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._order_of(self.epoch)
-            taken = self._order[self.position : self.position + self.batch_size - len(batch)]
+            if position == len(self.prompts):
+                epoch, position = epoch + 1, 0
+                order = self._order_of(epoch)
+            taken = order[position : position + self.batch_size - len(batch)]
             batch += [self.prompts[i] for i in taken]
-            self.position += len(taken)
+            position += len(taken)
+        return batch, (epoch, position)
+
+    def advance(self, cursor: Cursor) -> None:
+        """Go on from a position of `peek`: what came with it has been used."""
+        if cursor[0] != self.epoch:
+            self._order = self._order_of(cursor[0])
+        self.epoch, self.position = cursor
+
+    def next_batch(self) -> list[Prompt]:
+        """`peek` and `advance`, where nothing can come between them."""
+        batch, cursor = self.peek()
+        self.advance(cursor)
         return batch
 
     def _order_of(self, epoch: int) -> list[int]:
@@ -137,8 +154,7 @@ class PromptData:
                     f"{self.name}: the checkpoint's data had {key} = {state[key]}, now it is {own[key]}; "
                     "continue with the same data, or start a new run from the weights"
                 )
-        self.epoch, self.position = state["epoch"], state["position"]
-        self._order = self._order_of(self.epoch)
+        self.advance((state["epoch"], state["position"]))
 
     def overlap(self, other: PromptData) -> int:
         """How many of the prompts of `other` are here too, token by token."""

@@ -1,127 +1,108 @@
-"""Before a run starts: read and check its configuration with the model's shapes, and say where everything will be
-placed.
+"""The program of every rank: reads and checks the configuration, joins the world, runs the task, says how it ended.
+
+The configuration is checked before anything heavy is imported, so that a mistake costs seconds: every violation is
+printed once, by the first rank, and the exit code is 2.
 """
 
 from __future__ import annotations
 
-from rlscale.algo.needs import registries, uses_critic, uses_reference
-from rlscale.cluster.device import detect
-from rlscale.cluster.mesh import ParallelDims
-from rlscale.config import ConfigError, load
-from rlscale.config.schema import Config, ParallelConfig
-from rlscale.config.validate import find_violations
-from rlscale.model.arch import ModelSpec
+import argparse
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent
+DESCRIPTION = "Start a run: deepspeed launchers/train.py --yaml FILE [section.key=value ...] [--dry-run]."
+USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
+STOPPED = 75  # asked to stop, state saved: start it again (EX_TEMPFAIL of sysexits.h)
 
 
-def configure(path: str, overrides: list[str], world: int) -> tuple[Config, ModelSpec]:
-    """The checked configuration and the shapes of its model.
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--yaml", required=True, metavar="FILE", help="configuration of the run")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check configuration, sizes and placement, print them, stop"
+    )
+    parser.add_argument("--world-size", type=int, help="ranks to plan a dry run for (default: those that were started)")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # set by the launcher
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
+    return parser.parse_intermixed_args(argv)
 
-    Raises:
-        ConfigError: everything that is wrong, reported together; the model's own contradictions once it can be read.
+
+def main(argv: list[str]) -> int:
+    """Run what the arguments say, as one rank; the exit code."""
+    started = time.monotonic()
+    args = parse(argv)
+    if args.world_size is not None and args.world_size < 1:
+        return fail(f"--world-size {args.world_size} is not a number of ranks", 0, USAGE_ERROR)
+    rank = int(os.environ.get("RANK", "0"))
+    world = args.world_size if args.dry_run and args.world_size else int(os.environ.get("WORLD_SIZE", "1"))
+    from rlscale.config import ConfigError
+    from rlscale.loop.configure import configure, describe
+
+    try:
+        checked = configure(args.yaml, args.overrides, world)
+    except ConfigError as error:
+        return fail(str(error), rank, USAGE_ERROR)
+    if args.dry_run:
+        if rank == 0:
+            print(describe(checked, world))
+        return 0
+    from rlscale.cluster.device import follow_launcher, init_distributed
+
+    follow_launcher()
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run watches for them itself
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        trainer = checked.cfg.trainer
+        device = init_distributed(checked.kind, trainer.collective_timeout_s, trainer.deterministic)
+        from rlscale.loop.driver import train
+
+        stopped = train(checked, device, started)
+    except ValueError as error:  # the user's data or model, named by the message
+        return fail(str(error), rank, USAGE_ERROR)
+    except KeyboardInterrupt:
+        return fail("interrupted", rank, INTERRUPTED)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else RUN_ERROR
+        return fail("ended by a signal before the first step; nothing was changed", rank, code, every_rank=True)
+    except Exception as error:
+        if lost_contact(error):  # another rank has failed, and its message must come first
+            time.sleep(3)
+            return fail("lost contact with another rank, which ended first", rank, RUN_ERROR, every_rank=True)
+        if not raised_here(error):
+            traceback.print_exc()
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        return fail(text, rank, RUN_ERROR, every_rank=True)
+    return 0 if stopped is None else STOPPED
+
+
+def lost_contact(error: Exception) -> bool:
+    """Whether an error only says that the other end of a connection is gone."""
+    text = str(error)
+    return any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Failed to recv, got 0")
+    )
+
+
+def raised_here(error: Exception) -> bool:
+    """Whether this project raised the error itself, with a message that needs no stack to be understood."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, RuntimeError) and Path(last).resolve().is_relative_to(PACKAGE)
+
+
+def fail(message: str, rank: int, code: int, every_rank: bool = False) -> int:
+    """Print what ended the run and return the exit code.
+
+    The launcher ends all ranks as soon as one has failed. An error that all ranks have found alike is told by the first
+    rank, and the others give it the time to.
     """
-    cfg = load(path, overrides, world_size=world, registries=registries())
-    try:
-        spec = ModelSpec.from_hf(cfg.model.path)
-    except (ValueError, OSError) as error:
-        found = [f"model.path: {error}"]
-    else:
-        critic, found = _critic_spec(cfg)
-        more = find_violations(cfg, world, spec=spec, critic_spec=critic, registries=registries())
-        found += [v.message for v in more]
-        window = spec.sliding_window
-        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-        if window is not None and window < longest:
-            found.append(
-                f"model.path: the model attends to a window of {window} tokens, which is not supported where "
-                f"data.max_prompt_length + data.max_response_length = {longest} exceeds it"
-            )
-        found += spec.rollout_violations(cfg.rollout.tensor_model_parallel_size, detect(cfg.trainer.device))
-        found += _cache_too_small(cfg, spec)
-    if found:
-        raise ConfigError(found)
-    return cfg, spec
+    from rlscale.cluster.device import say
 
-
-def _critic_spec(cfg: Config) -> tuple[ModelSpec | None, list[str]]:
-    """Shapes of a critic that starts from a folder of its own, and what is wrong with that folder."""
-    if not uses_critic(cfg) or cfg.critic.path is None:
-        return None, []
-    try:
-        return ModelSpec.from_hf(cfg.critic.path).as_critic(), []
-    except (ValueError, OSError) as error:
-        return None, [f"critic.path: {error}"]
-
-
-def _cache_too_small(cfg: Config, spec: ModelSpec) -> list[str]:
-    """On a CPU, where the size of the key-value cache is configured, one response must fit in."""
-    if detect(cfg.trainer.device) != "cpu":
-        return []
-    width = 4 if (cfg.rollout.dtype or cfg.model.dtype) == "float32" else 2
-    token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * width / cfg.rollout.tensor_model_parallel_size
-    longest = -(-(cfg.data.max_prompt_length + cfg.data.max_response_length) // 32) * 32 + 32  # in vLLM's blocks
-    need = longest * token / 2**30
-    if cfg.rollout.kv_cache_memory_gb >= need:
-        return []
-    return [
-        f"rollout.kv_cache_memory_gb: {cfg.rollout.kv_cache_memory_gb:g} GiB do not hold one response of "
-        f"data.max_prompt_length + data.max_response_length tokens, which needs {need:.4f}; all rollout.max_num_seqs "
-        f"need {need * cfg.rollout.max_num_seqs:.2f}"
-    ]
-
-
-def describe(cfg: Config, spec: ModelSpec, world: int) -> str:
-    """Sizes and the placement of every rank, as text for --dry-run."""
-    n = cfg.rollout.n
-    actor, prompts = cfg.actor, cfg.data.train_batch_size
-    mini = actor.ppo_mini_batch_size
-    size = f"{parameters(spec) / 1e6:.1f} M parameters"
-    heads = f"{spec.heads} heads, {spec.kv_heads} key-value heads"
-    lines = [
-        f"model      {cfg.model.path}: {spec.architecture}, {size}, {cfg.model.dtype}",
-        f"           {spec.num_layers} layers, {heads}, vocabulary {spec.vocab}",
-        f"algorithm  {cfg.algorithm.adv_estimator} advantages, {actor.policy_loss} policy loss, {actor.loss_agg_mode}",
-        f"step       {prompts} prompts x {n} responses = {prompts * n} samples, at most "
-        f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length} tokens each",
-        f"update     {actor.ppo_epochs} epoch(s) of {-(-prompts // mini)} mini-batch(es) of {mini * n} samples",
-        f"actor      {_dims(cfg.actor.parallel, world)}",
-    ]
-    if uses_reference(cfg):
-        lines.append(f"reference  {_dims(cfg.actor.parallel, world)}, frozen")
-    if uses_critic(cfg):
-        lines.append(f"critic     {_dims(cfg.critic.parallel, world)}")
-    tp = cfg.rollout.tensor_model_parallel_size
-    lines.append(f"rollout    {world // tp} vLLM engine(s) of {tp} device(s)")
-    for rank in range(world):
-        place = f"actor {_place(cfg.actor.parallel, world, rank)}"
-        if uses_critic(cfg):
-            place += f" | critic {_place(cfg.critic.parallel, world, rank)}"
-        lines.append(
-            f"  rank {rank:<4} {place} | engine {rank // tp} worker {rank % tp}"
-            + (" (leader)" if rank % tp == 0 else "")
-        )
-    return "\n".join(lines)
-
-
-def parameters(spec: ModelSpec) -> int:
-    """Parameters of the whole model."""
-    from rlscale.reshard.layout import volume, whole
-    from rlscale.reshard.megatron import hf_shapes
-
-    return sum(volume(whole(shape)) for shape in hf_shapes(spec).values())
-
-
-def _place(parallel: ParallelConfig, world: int, rank: int) -> str:
-    dims = ParallelDims.of(parallel, world)
-    at = dims.coords(rank)
-    return f"dp {at.dp} pp {at.pp} " + (f"sp {at.sp} " if dims.sp > 1 else "") + f"tp {at.tp}"
-
-
-def _dims(parallel: ParallelConfig, world: int) -> str:
-    dims = ParallelDims.of(parallel, world)
-    parts = [f"data {dims.dp}", f"pipeline {dims.pp}", f"tensor {dims.tp}"]
-    if dims.sp > 1:
-        parts.insert(2, f"Ulysses {dims.sp}")
-    sequence = " + sequence parallel" if parallel.sequence_parallel else ""
-    experts = parallel.expert_model_parallel_size
-    whole = f", whole experts over {experts} ranks" if experts > 1 else ""
-    return f"{' x '.join(parts)}{sequence}{whole}, ZeRO-{parallel.zero_stage}"
+    if rank and not every_rank:
+        time.sleep(5)
+    say(f"error: rank {rank}: {message}" if rank or every_rank else f"error: {message}")
+    return code

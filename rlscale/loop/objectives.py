@@ -8,7 +8,6 @@ same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,11 @@ from rlscale.algo.entropy import entropy_sum
 from rlscale.algo.kl import kl_loss
 from rlscale.algo.policy_loss import POLICY_LOSSES, policy_loss, prepare
 from rlscale.algo.value_loss import value_loss
-from rlscale.batch.types import PackedBatch
+from rlscale.batch.types import LossFn, ModelOut, PackedBatch
 from rlscale.config.schema import ActorConfig, CriticConfig
 
 
-def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = None) -> Any:
+def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = None) -> LossFn:
     """Loss of the policy on micro-batches of ``mini``: policy loss - entropy_coeff * entropy + kl_loss_coef * KL.
 
     ``current``: ``[T]`` log-probs of ``mini`` under the policy as it is now (`current_logprobs`); None: the old ones.
@@ -43,7 +42,7 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = Non
             **args,
         )
 
-    def loss_fn(out: Any, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_fn(out: ModelOut, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert out.logprobs is not None and micro.advantages is not None and micro.weights is not None
         # one optimizer step a batch: the old policy is the current one, and its ratio is 1 with the right gradient
         old = out.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
@@ -82,7 +81,7 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = Non
 
 
 def current_logprobs(
-    cfg: ActorConfig, mini: PackedBatch, updated: bool, logprobs: Callable[[PackedBatch], tuple[Tensor, Any]]
+    cfg: ActorConfig, mini: PackedBatch, updated: bool, logprobs: Callable[[PackedBatch], tuple[Tensor, Tensor | None]]
 ) -> Tensor | None:
     """``[T]`` log-probs of a mini-batch under the policy as it is now, where the loss has a statistic of the mini-batch
     and the policy was ``updated`` since the batch was sampled; else None. Collective, as ``logprobs`` is.
@@ -92,11 +91,12 @@ def current_logprobs(
     return logprobs(mini)[0]
 
 
-def critic_loss(cfg: CriticConfig) -> Any:
+def critic_loss(cfg: CriticConfig) -> LossFn:
     """Clipped value loss (PPO) over the response tokens."""
 
-    def loss_fn(out: Any, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert micro.values is not None and micro.returns is not None and micro.weights is not None
+    def loss_fn(out: ModelOut, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert out.values is not None and micro.values is not None
+        assert micro.returns is not None and micro.weights is not None
         loss, sums = value_loss(
             out.values, micro.values, micro.returns, micro.mask, micro.weights, clip=cfg.cliprange_value
         )

@@ -1,9 +1,9 @@
-"""What a step tells its user: metrics under DESIGN's names, rollout files, validation, the end of the run."""
+"""What a step tells its user: metrics under DESIGN's names, rollout files, the end of the run."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +12,9 @@ from torch import Tensor
 
 from rlscale.algo.value_loss import explained_variance
 from rlscale.batch.types import PackedBatch, Trajectory
-from rlscale.config.schema import Config
-from rlscale.loop.state import Run
+from rlscale.loop.run import Run
 from rlscale.observe import plots, summary
 from rlscale.observe.timers import Timers
-
-
-def check_scores(trajectories: list[Trajectory], step: int) -> None:
-    """Stop when the scorer failed on every response of a step: there is nothing left to learn from.
-
-    Raises:
-        RuntimeError: all responses of the step have ``reward_failed``; the message carries the first error.
-    """
-    if trajectories and all(t.reward_failed for t in trajectories):
-        raise RuntimeError(
-            f"step {step}: the scorer (reward.scorer, or the data source's own) failed on all "
-            f"{len(trajectories)} responses (time-outs, reward.timeout_s, included); "
-            f"first error: {trajectories[0].reward_error}"
-        )
-
-
-def compare_logprobs(cfg: Config, batch: PackedBatch, trainer: Tensor, step: int) -> dict[str, float]:
-    """Absolute difference of trainer and engine log-probs over the sampled tokens.
-
-    Raises:
-        RuntimeError: its mean is above rollout.logprob_check_bound.
-    """
-    assert batch.rollout_logprobs is not None
-    diff = (trainer - batch.rollout_logprobs).abs()[batch.mask != 0]
-    mean, worst = float(diff.mean()), float(diff.max())
-    bound = cfg.rollout.logprob_check_bound
-    if not mean <= bound:
-        raise RuntimeError(
-            f"step {step}: the log-probs of trainer and engine differ by {mean:.4g} on average, above "
-            f"rollout.logprob_check_bound {bound:g} (worst token {worst:.4g}). Either the engine holds other weights "
-            "than the trainer, or the two compute the model differently (dtype, attention, rotary scaling); a run "
-            "would learn from the wrong ratio. If the difference is that of the dtype alone, raise the bound or use "
-            "model.dtype: float32"
-        )
-    return {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": worst}
 
 
 def spread(prefix: str, values: Tensor) -> dict[str, float]:
@@ -151,9 +115,9 @@ def timing(run: Run, timers: Timers, batch: PackedBatch) -> dict[str, float]:
     """timing_s/* of the step and tokens (prompt + response) a second of the whole job."""
     out = timers.take()
     tokens = float(batch.prompt_lengths[batch.group].sum() + batch.response_lengths.sum())
-    run.tokens_seen += int(tokens)
+    run.state.tokens_seen += int(tokens)
     out["perf/throughput"] = tokens / out["timing_s/step"]
-    out["perf/total_tokens"] = float(run.tokens_seen)
+    out["perf/total_tokens"] = float(run.state.tokens_seen)
     return out
 
 
@@ -185,29 +149,6 @@ def _row(t: Trajectory) -> dict[str, Any]:
     }
 
 
-def validation_metrics(trajectories: list[Trajectory], n: int) -> dict[str, float]:
-    """val/<source>/mean@n, and with n > 1 best@n (expected best) and maj@n (score of the most frequent answer text)."""
-    by_source: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
-    for t in trajectories:
-        by_source[t.data_source][t.prompt_index].append(t)
-    out: dict[str, float] = {}
-    for source, groups in sorted(by_source.items()):
-        scores = [t.reward for group in groups.values() for t in group]
-        out[f"val/{source}/mean@{n}"] = sum(scores) / len(scores)
-        if n > 1:
-            out[f"val/{source}/best@{n}"] = sum(max(t.reward for t in g) for g in groups.values()) / len(groups)
-            out[f"val/{source}/maj@{n}"] = sum(_majority(g) for g in groups.values()) / len(groups)
-    return out
-
-
-def _majority(group: list[Trajectory]) -> float:
-    answers = Counter(t.response_text.strip() for t in group)
-    top = max(answers.values())
-    winners = [a for a, count in answers.items() if count == top]
-    by_answer = {t.response_text.strip(): t.reward for t in group}
-    return sum(by_answer[a] for a in winners) / len(winners)
-
-
 def validation(run: Run, step: int, trajectories: list[Trajectory], metrics: dict[str, float]) -> None:
     """rollouts/val_*.jsonl and a line on the screen; before the first step also a record of its own (step 0)."""
     run.writer.rollouts(step, [_row(t) for t in trajectories], kind="val")
@@ -217,28 +158,6 @@ def validation(run: Run, step: int, trajectories: list[Trajectory], metrics: dic
     run.progress.restart_clock()
     if step == 0:
         run.writer.log(0, metrics)
-
-
-def export_folder(run: Run, step: int) -> Path:
-    """Where the policy of a step is exported to."""
-    return Path(run.cfg.trainer.run_dir) / "export" / f"step_{step:06d}"
-
-
-def export_policy(run: Run, step: int) -> None:
-    """export/step_*: the policy as a Hugging Face folder that transformers and vLLM open."""
-    from rlscale.model.arch import resolve_folder
-    from rlscale.reshard.safetensors_io import export_hf
-
-    folder = export_folder(run, step)
-    export_hf(
-        folder,
-        run.actor.layout,
-        run.actor.tensors(),
-        reference_folder=resolve_folder(run.cfg.model.path),
-        dtype=run.actor.dtype,
-    )
-    run.progress.message(f"exported the policy of step {step} to {folder}")
-    run.progress.restart_clock()
 
 
 def finish(run: Run) -> None:
@@ -253,5 +172,6 @@ def finish(run: Run) -> None:
     folder = Path(run.cfg.trainer.run_dir)
     if run.cfg.trainer.plots:
         plots.draw(folder)
-    known = None if run.resumed else time.time() - run.started  # what the parts of a run took together, nobody knows
+    # the parts of a resumed run before this one have left no record of their start-up
+    known = None if run.resumed else time.monotonic() - run.started
     summary.print_summary(summary.summarize(folder, known))

@@ -2,7 +2,8 @@
 
 A signal may reach any rank, in any phase, while its main thread waits in a collective that Python cannot interrupt. So
 a thread of each rank takes signals from a pipe, passes the request on through the store that the ranks share, and ends
-the process when the grace period is over. The ranks themselves stop at a point where all of them are: `Watch.agree`.
+the process when the grace period is over. The ranks themselves stop at a point where all of them are:
+`Watch.raise_if_stopped`.
 
 Launchers echo: DeepSpeed's answers Ctrl-C with a SIGTERM to the ranks that had the SIGINT already, one rank after the
 other. Only the same signal again, some time after the first, means "at once".
@@ -69,7 +70,7 @@ class Watch:
         self._wakeup = -1
         self._pipe = (-1, -1)
         self._phase = ("", time.time())
-        self._failing = self._settled = False
+        self._failing = self._state_saved = False
 
     def start(self) -> None:
         """Take signals from now on; call on the main thread."""
@@ -87,14 +88,14 @@ class Watch:
         self._closed.set()
         device.on_launcher_end = device.leave
         for number, handler in self._handlers.items():
-            signal.signal(number, signal.SIG_IGN if self._settled else handler)
+            signal.signal(number, signal.SIG_IGN if self._state_saved else handler)
         if self._pipe[0] >= 0:
             signal.set_wakeup_fd(self._wakeup)
         self._handlers = {}
 
-    def settled(self) -> None:
+    def state_saved(self) -> None:
         """The state is saved: a launcher that sends its signal once more does not cut short what is left to do."""
-        self._settled = True
+        self._state_saved = True
 
     @property
     def requested(self) -> bool:
@@ -110,7 +111,7 @@ class Watch:
         if code is not None and self._deadline is None:
             self._deadline = (time.monotonic() + self.grace_s, code)
 
-    def agree(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise `Stopped` on every rank if any of them was asked to stop. Collective."""
         flag = torch.tensor([int(self.requested)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.control)
@@ -178,7 +179,7 @@ class Watch:
         now = time.monotonic()
         first = self._first.setdefault(number, now)
         name, code = signal.Signals(number).name, 128 + number
-        if now - first > ECHO_S and not self._settled:
+        if now - first > ECHO_S and not self._state_saved:
             self._end(f"{name} again", code)
         self.request(f"{name} on rank {self.rank}", code)
 

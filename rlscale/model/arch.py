@@ -178,28 +178,6 @@ class ModelSpec:
             out.append(f"{key}.ulysses_sequence_parallel_size: TP x SP = {tp * sp} does not divide {self.heads} heads")
         return out
 
-    def rollout_violations(self, tp: int, device: str) -> list[str]:
-        """What vLLM cannot do with this model as the policy, on ``tp`` ranks of ``device`` (cpu, cuda)."""
-        out = []
-        if self.value_head:
-            out.append("model.path: the model has a value head in place of a vocabulary and cannot be the policy")
-        if self.architecture == "Qwen2ForCausalLM" and self.head_dim * self.heads != self.hidden:
-            out.append(
-                f"model.path: head_dim {self.head_dim} of a Qwen2 model is not hidden_size / num_attention_heads = "
-                f"{self.hidden / self.heads:g}, and vLLM's Qwen2 ignores head_dim"
-            )
-        if self.experts and (self.expert_ffn % tp or self.experts < tp):
-            out.append(
-                f"rollout.tensor_model_parallel_size: {tp} does not divide the width {self.expert_ffn} of the model's "
-                f"{self.experts} experts, or is more than they are"
-            )
-        if self.experts and device == "cpu" and self.hidden % 32:
-            out.append(
-                f"model.path: hidden_size {self.hidden} is no multiple of 32, which vLLM's kernel for experts on a CPU "
-                "needs"
-            )
-        return out
-
     def _splits(self, ep: int) -> list[tuple[str, int, Callable[[int], bool]]]:
         """What TP divides: its name, its size and whether a number of ranks fits."""
 

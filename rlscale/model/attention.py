@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from rlscale.model.packing import Block, ModelRow
+from rlscale.model.packing import Block, PackedSequence
 from rlscale.model.ulysses import gather_heads, scatter_heads
 
 DENSE_BLOCK_TOKENS = 1024  # blocks up to this length use the dense kernel (its score matrix is length^2 a head)
@@ -30,12 +30,12 @@ DENSE_BLOCK_TOKENS = 1024  # blocks up to this length use the dense kernel (its 
 class PackedRow(PackedSeqParams):
     """What Megatron passes through its layers untouched: the row and the rotary table."""
 
-    row: ModelRow | None = None
+    row: PackedSequence | None = None
     cos: Tensor | None = None  # [S, 1, head_dim]
     sin: Tensor | None = None  # [S, 1, head_dim]
 
 
-def pack_params(row: ModelRow, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> PackedRow:
+def pack_params(row: PackedSequence, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> PackedRow:
     """Rotary tables of a row, in fp32 until the last cast (as transformers does it). ``inv_freq``: [head_dim / 2]."""
     angles = row.positions.float()[:, None] * inv_freq[None]
     both = torch.cat((angles, angles), dim=-1)[:, None]
@@ -125,7 +125,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: floa
     return torch.cat(outs)
 
 
-def varlen_plan(row: ModelRow) -> tuple[Tensor, Tensor, Tensor, int, int]:
+def varlen_plan(row: PackedSequence) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Key gather index and the two cumulative lengths of flash attention: cu_q, cu_k, and the longest of each."""
     device = row.tokens.device
     index: list[Tensor] = []
@@ -179,7 +179,7 @@ class PackedAttention(MegatronModule):
             out = gather_heads(out, self.sp_group)
         return out.reshape(out.shape[0], -1)
 
-    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, row: ModelRow) -> Tensor:
+    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, row: PackedSequence) -> Tensor:
         outs = []
         for i, block in enumerate(row.blocks):
             span = slice(block.start, block.start + block.length)
@@ -191,7 +191,7 @@ class PackedAttention(MegatronModule):
                 outs.append(segment_attention(q[span], k[span], v[span], block, self.scale))
         return torch.cat(outs)
 
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, row: ModelRow) -> Tensor:
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, row: PackedSequence) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         if "varlen" not in row.cache:

@@ -19,7 +19,7 @@ from rlscale.cluster import megatron_cpu
 from rlscale.cluster.mesh import Mesh
 from rlscale.model.arch import ModelSpec
 from rlscale.model.head import vocab_parallel_logprob_entropy
-from rlscale.model.packing import ModelRow, RowPart
+from rlscale.model.packing import PackedSequence, SequencePart
 from rlscale.model.ulysses import collect
 
 megatron_cpu.enable()  # before any Megatron module is imported
@@ -193,12 +193,12 @@ class Stage(nn.Module):
         self.register_buffer("inv_freq", torch.tensor(spec.inv_freq, dtype=torch.float32), persistent=False)
         self.with_entropy = False  # compute the entropy of each predicted token
         self.entropy_grad = False  # and let gradient flow through it
-        self.on_backward: Any = None  # called when the backward of this stage begins (see train.engine)
+        self.on_backward: Any = None  # called when the backward of this stage begins (see train.zero)
 
     def set_input_tensor(self, tensor: Any) -> None:
         self.body.set_input_tensor(tensor)
 
-    def forward(self, row: ModelRow) -> Tensor:
+    def forward(self, row: PackedSequence) -> Tensor:
         """Hidden states to the next stage, or on the last one [k, t] fp32: values (k = 1), log-probs (1), and entropy
         (2).
 
@@ -222,7 +222,7 @@ class Stage(nn.Module):
         self.on_backward()
         return grad
 
-    def _head(self, hidden: Tensor, row: RowPart) -> Tensor:
+    def _head(self, hidden: Tensor, row: SequencePart) -> Tensor:
         if self.config.sequence_parallel:
             # behind it the gradient is complete on every rank (the vocabulary head sums its own), so it is only split
             hidden = gather_from_sequence_parallel_region(

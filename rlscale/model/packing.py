@@ -1,10 +1,10 @@
-"""From a micro-batch of responses to one packed row of model input.
+"""From a micro-batch of responses to one packed sequence of model input.
 
-A row is a sequence of *blocks*: a prompt, then every response to it that the micro-batch holds. With prefix sharing the
-prompt stands once and each response attends to it and to itself, so the prompt of a group of ``n`` responses is
-computed once instead of ``n`` times; without it each response brings its own copy. Rotary positions continue from the
-prompt in both cases, and the result is the same up to rounding. The last token of a response predicts nothing and is
-left out.
+A packed sequence is made of *blocks*: a prompt, then every response to it that the micro-batch holds. With prefix
+sharing the prompt stands once and each response attends to it and to itself, so the prompt of a group of ``n``
+responses is computed once instead of ``n`` times; without it each response brings its own copy. Rotary positions
+continue from the prompt in both cases, and the result is the same up to rounding. The last token of a response predicts
+nothing and is left out.
 """
 
 from __future__ import annotations
@@ -32,58 +32,59 @@ class Block:
 
 
 @dataclass
-class ModelRow:
-    """Model input of one micro-batch: ``S`` tokens in a row that yield predictions for ``t`` response tokens."""
+class PackedSequence:
+    """Model input of one micro-batch: ``S`` tokens that yield predictions for ``t`` response tokens."""
 
     tokens: Tensor  # [S] int64
     positions: Tensor  # [S] int64 rotary position of each token
     blocks: list[Block]
-    predictors: Tensor  # [t] int64: the place in the row whose hidden state predicts each response token
+    predictors: Tensor  # [t] int64: the place whose hidden state predicts each response token
     targets: Tensor  # [t] int64: the response tokens themselves
-    rows: Tensor  # [b] int64: the batch rows of this micro-batch
+    samples: Tensor  # [b] int64: the responses of the batch that it holds, in its order
     cache: dict[Any, Any] = field(default_factory=dict)  # masks and rotary tables, computed once for all layers
 
     @property
     def length(self) -> int:
         return self.tokens.numel()
 
-    def part(self, rank: int, size: int) -> RowPart:
+    def part(self, rank: int, size: int) -> SequencePart:
         """What rank ``rank`` of ``size`` Ulysses ranks embeds and predicts: the rank-th of ``size`` equal parts.
 
-        ``size`` divides the length of the row.
+        ``size`` divides the length.
         """
         if size == 1:
-            return RowPart(self.tokens, self.predictors, self.targets, None)
+            return SequencePart(self.tokens, self.predictors, self.targets, None)
         length = self.length // size
         start = rank * length
         places = ((self.predictors >= start) & (self.predictors < start + length)).nonzero().squeeze(1)
-        return RowPart(
+        return SequencePart(
             self.tokens[start : start + length], self.predictors[places] - start, self.targets[places], places
         )
 
-    def to(self, device: torch.device) -> ModelRow:
+    def to(self, device: torch.device) -> PackedSequence:
+        """The same on a device, without the cache; itself if it is there."""
         if self.tokens.device == device:
             return self
         moved = {
             k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "positions", "predictors", "targets")
         }
-        return ModelRow(blocks=self.blocks, rows=self.rows, **moved)
+        return PackedSequence(blocks=self.blocks, samples=self.samples, **moved)
 
 
 @dataclass
-class RowPart:
-    """One Ulysses rank's part of a row: ``s`` tokens that yield predictions for ``t'`` of the response tokens."""
+class SequencePart:
+    """One Ulysses rank's part of a packed sequence: ``s`` tokens, which predict ``t'`` of the response tokens."""
 
     tokens: Tensor  # [s] int64
     predictors: Tensor  # [t'] int64: places in this part
     targets: Tensor  # [t'] int64
-    places: Tensor | None  # [t'] int64: which of the row's t predictions these are; None: all, in order
+    places: Tensor | None  # [t'] int64: which of the t predictions these are; None: all, in order
 
 
-def build_row(batch: PackedBatch, rows: Tensor, *, share_prefix: bool, multiple: int = 1) -> ModelRow:
-    """Pack the responses ``rows`` ([b] int64) of a batch into one row whose length is a multiple of ``multiple``.
+def pack_sequence(batch: PackedBatch, samples: Tensor, *, share_prefix: bool, multiple: int = 1) -> PackedSequence:
+    """Pack the responses ``samples`` ([b] int64) of a batch into one sequence; ``multiple`` divides its length.
 
-    An empty ``rows`` gives a row of padding with no targets: it takes part in every collective and weighs nothing.
+    No ``samples`` give padding with no targets: it takes part in every collective and weighs nothing.
     """
     tokens: list[Tensor] = []
     positions: list[Tensor] = []
@@ -93,12 +94,12 @@ def build_row(batch: PackedBatch, rows: Tensor, *, share_prefix: bool, multiple:
     at = 0
     by_prompt: list[tuple[int, list[int]]] = []
     place: dict[int, int] = {}
-    for row, group in zip(rows.tolist(), batch.group[rows].tolist(), strict=True):
+    for sample, group in zip(samples.tolist(), batch.group[samples].tolist(), strict=True):
         if share_prefix and group in place:
-            by_prompt[place[group]][1].append(row)
+            by_prompt[place[group]][1].append(sample)
         else:
             place[group] = len(by_prompt)
-            by_prompt.append((group, [row]))
+            by_prompt.append((group, [sample]))
     order: list[int] = []
     for group, members in by_prompt:
         prompt = batch.prompt_tokens[batch.prompt_cu_seqlens[group] : batch.prompt_cu_seqlens[group + 1]]
@@ -107,8 +108,8 @@ def build_row(batch: PackedBatch, rows: Tensor, *, share_prefix: bool, multiple:
         positions.append(torch.arange(prompt.numel()))
         last = at + prompt.numel() - 1
         at += prompt.numel()
-        for row in members:
-            response = batch.tokens[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]]
+        for sample in members:
+            response = batch.tokens[batch.cu_seqlens[sample] : batch.cu_seqlens[sample + 1]]
             n = max(response.numel() - 1, 0)
             tokens.append(response[:n])
             positions.append(torch.arange(prompt.numel(), prompt.numel() + n))
@@ -118,7 +119,7 @@ def build_row(batch: PackedBatch, rows: Tensor, *, share_prefix: bool, multiple:
                 predictors.append(torch.cat((torch.tensor([last]), torch.arange(at, at + n))))
                 targets.append(response)
             at += n
-            order.append(row)
+            order.append(sample)
         blocks.append(block)
     padding = -at % multiple if at else multiple
     if padding:
@@ -126,11 +127,11 @@ def build_row(batch: PackedBatch, rows: Tensor, *, share_prefix: bool, multiple:
         positions.append(torch.arange(padding))
         blocks.append(Block(at, padding, []))
     empty = torch.zeros(0, dtype=torch.int64)
-    return ModelRow(
+    return PackedSequence(
         tokens=torch.cat(tokens),
         positions=torch.cat(positions),
         blocks=blocks,
         predictors=torch.cat(predictors) if predictors else empty,
         targets=torch.cat(targets) if targets else empty,
-        rows=torch.tensor(order, dtype=torch.int64),
+        samples=torch.tensor(order, dtype=torch.int64),
     )

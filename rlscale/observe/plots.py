@@ -1,9 +1,8 @@
-"""The pictures of a run, drawn from its metrics.jsonl: python -m rlscale.observe.plots RUN_DIR."""
+"""The pictures of a run, drawn from its metrics.jsonl: `rlscale plot RUN_DIR`."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -166,8 +165,3 @@ def _time(axes: Any, phases: list[str], records: Records) -> None:
     axes.stackplot(steps, *layers, labels=labels, colors=colours[: len(layers)], linewidth=0)
     axes.set_ylim(bottom=0.0)
     axes.margins(x=0)
-
-
-if __name__ == "__main__":
-    for drawn_file in draw(sys.argv[1] if len(sys.argv) > 1 else "."):
-        print(drawn_file)

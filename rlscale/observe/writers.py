@@ -34,9 +34,7 @@ class RunWriter:
         rank: of this process.
         resume_step: last step of the state that the run continues from; what is of later steps is dropped.
         recorded: last step whose record stays (default: ``resume_step``).
-
-    ``make_room`` is called when the disk is full, before one more attempt to write: a checkpoint may be on its way that
-    will not be completed.
+        on_disk_full: called before the one more attempt to write that a full disk gets.
 
     Raises:
         ValueError: the folder cannot be made or written.
@@ -49,9 +47,9 @@ class RunWriter:
         rank: int = 0,
         resume_step: int | None = None,
         recorded: int | None = None,
+        on_disk_full: Callable[[], None] = lambda: None,
     ) -> None:
-        self.run_dir = Path(run_dir)
-        self.make_room: Callable[[], None] = lambda: None
+        self.run_dir, self.on_disk_full = Path(run_dir), on_disk_full
         self._file: Any = None
         self._tensorboard: Any = None
         self._active = rank == 0
@@ -121,7 +119,7 @@ class RunWriter:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                self.make_room()
+                self.on_disk_full()
                 write()
 
     def flush(self) -> None:

@@ -3,8 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from rlscale.reshard.canonical import hf_layout, hf_shapes
 from rlscale.reshard.layout import Layout, Piece, rank_pieces_from_dicts
-from rlscale.reshard.megatron import hf_layout, hf_shapes, megatron_layout
+from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.plan import Copy, Plan, plan
 from rlscale.reshard.vllm import vllm_layout
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlscale.cluster.collective import gather
+from rlscale.reshard.canonical import VALUE_HEAD
 from rlscale.reshard.layout import Box, Layout, Piece, volume, whole
-from rlscale.reshard.megatron import VALUE_HEAD
 from rlscale.reshard.plan import DEFAULT_BUCKET_BYTES, plan
 from rlscale.reshard.transport import Bucket, default_device, execute, region
 
@@ -249,7 +250,7 @@ def export_hf(
     copies = plan(layout, destination, dtype=dtype, bucket_bytes=bucket_bytes)
     output = _Folder(folder, layout.shapes, dtype, shard_bytes) if rank == writer else None
     try:
-        _together(folder, writer, group, lambda: output.prepare(Path(reference_folder)) if output else None)
+        _together(folder, group, lambda: output.prepare(Path(reference_folder)) if output else None)
         device = next((tensor.device for tensor in sources.values()), default_device(group))
         buffer = torch.empty(copies.buffer_bytes(rank), dtype=torch.uint8, device=device)
         failure: Exception | None = None
@@ -260,13 +261,13 @@ def export_hf(
                 except OSError as error:  # the others are in the middle of sending: go on receiving, then tell them
                     failure = error
                     output.discard()
-        _together(folder, writer, group, lambda: output.publish(failure) if output else None)
+        _together(folder, group, lambda: output.publish(failure) if output else None)
     finally:
         if output is not None:
             output.discard()
 
 
-def _together(folder: Path, writer: int, group: dist.ProcessGroup | None, action: Callable[[], None]) -> None:
+def _together(folder: Path, group: dist.ProcessGroup | None, action: Callable[[], None]) -> None:
     """Run an action of the writer; if it fails, raise the same error on every rank."""
     failure: tuple[type[Exception], str] | None = None
     cause: Exception | None = None
@@ -275,10 +276,7 @@ def _together(folder: Path, writer: int, group: dist.ProcessGroup | None, action
     except (OSError, ValueError) as error:
         cause = error
         failure = (ValueError if isinstance(error, ValueError) else OSError, str(error))
-    if dist.is_initialized():
-        box = [failure]
-        dist.broadcast_object_list(box, src=writer, group=group)
-        failure = box[0]
+    failure = next((told for told in gather(failure, group) if told is not None), None)
     if failure is not None:
         raise failure[0](f"export to {folder} failed: {failure[1]}") from cause
 

@@ -1,6 +1,6 @@
 """The vLLM end of resharding from configuration alone: what the workers of an engine will hold, before any runs.
 
-A live worker describes itself (`rlscale.rollout.worker.targets`), and weights are sent by that. The same arithmetic
+A live worker describes itself (`rollout.vllm.worker.targets`), and weights are sent by that. The same arithmetic
 without an engine serves to plan and to count bytes. vLLM fuses [q; k; v] and [gate; up] of each rank, repeats key-value
 heads where there are fewer than TP ranks, pads the vocabulary to a multiple of 64, and splits layers over PP with the
 remainder on the stages before the last. A tied output weight is the embedding's own.
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlscale.model.arch import ModelSpec
+from rlscale.reshard.canonical import EMBEDDING, FINAL_NORM, HEAD, hf_shapes
 from rlscale.reshard.layout import Box, Held, Layout, whole
-from rlscale.reshard.megatron import EMBEDDING, FINAL_NORM, HEAD, hf_shapes
 
 VOCAB_MULTIPLE = 64
 

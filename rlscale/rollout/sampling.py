@@ -15,16 +15,17 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of one call of `Rollout.generate`.
+    """Parameters of one call of `Rollout.generate`, and, with a seed of its own, of each request in it.
 
     Attributes:
-        n: responses to each prompt.
+        n: responses to each prompt; a request is for one, whatever stands here.
         temperature: 0 is greedy.
         top_p, top_k: nucleus and top-k truncation; 1 and -1 switch them off. Log-probs are those of the distribution
             that was sampled from, after temperature and truncation: with truncation they are at least the full
             softmax's.
         max_tokens: of a response, its end-of-sequence token included.
         seed: of this call; give every step its own.
+        stop_token_ids: tokens that end a response; none: those of the `Rollout`.
     """
 
     n: int
@@ -33,6 +34,7 @@ class Sampling:
     top_k: int = -1
     max_tokens: int = 512
     seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
 
 
 def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:

@@ -1,4 +1,4 @@
-"""A Megatron model under DeepSpeed ZeRO: the one engine of actor, critic and reference.
+"""A Megatron model, trained or run forward only: the one engine of actor, critic, reference and reward model.
 
 The engine takes *global* batches (identical on every rank) and divides the work: micro-batches by token budget over
 data-parallel ranks, each run through Megatron's schedule over this rank's pipeline. Forward-only passes return the
@@ -9,8 +9,8 @@ data-parallel ranks) take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,21 +19,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlscale.batch.microbatch import plan_micro_batches
-from rlscale.batch.types import PackedBatch
+from rlscale.batch.types import LossFn, ModelOut, PackedBatch
 from rlscale.cluster import megatron_cpu
 from rlscale.cluster.device import Device
 from rlscale.cluster.mesh import Mesh, ParallelDims
+from rlscale.config.layouts import refusals
 from rlscale.config.schema import OptimConfig, ParallelConfig
 from rlscale.model.arch import ModelSpec, resolve_folder
 from rlscale.model.gpt import Stage, build_config
-from rlscale.model.packing import ModelRow, build_row
+from rlscale.model.packing import PackedSequence, pack_sequence
+from rlscale.reshard.canonical import VALUE_HEAD
 from rlscale.reshard.layout import Layout
-from rlscale.reshard.megatron import VALUE_HEAD, megatron_layout
+from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.safetensors_io import load_pieces
 from rlscale.reshard.transport import region
-from rlscale.train import offload, zero
+from rlscale.train.offload import HostCopies, make_resizable, storages
 from rlscale.train.schedule import learning_rate
-from rlscale.train.support import refusals
+from rlscale.train.zero import ShardedOptimizer
+
+KINDS = ("parameters", "optimizer")  # what can leave the device
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,6 @@ class Batching:
     share_prefix: bool = True
     recompute: bool = False
     head_chunk: int = 1024
-
-
-@dataclass
-class ModelOut:
-    """What the model says about the response tokens of one micro-batch, fp32, in the order of its batch."""
-
-    logprobs: Tensor | None = None  # [t]
-    entropy: Tensor | None = None  # [t]
-    values: Tensor | None = None  # [t]
-
-
-LossFn = Callable[[ModelOut, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Engine:
@@ -95,23 +87,23 @@ class Engine:
         if refused:
             raise ValueError("; ".join(r.message for r in refused))
         self.mesh = Mesh.get(dims)
-        self.host = offload.HostCopies(device)
-        self.steps = 0  # optimizer steps taken
-        self.skipped_in_a_row = 0
+        self.host = HostCopies(device)
+        self.steps = self.skipped_in_a_row = 0  # optimizer steps taken
         config = build_config(
             spec, self.mesh, dtype=dtype, sequence_parallel=parallel.sequence_parallel, recompute=batching.recompute
         )
         megatron_cpu.seed_model_parallel(seed, self.mesh.coords.tp, self.mesh.coords.pp)
         self.stage = Stage(spec, self.mesh, config, temperature=temperature, head_chunk=batching.head_chunk)
-        if self._weights_partitioned:
-            zero.partition_weights(self)  # before anything fills the memory that the whole weights would take
+        self.optimizer: ShardedOptimizer | None = None
+        if optim is not None:
+            model = self.stage, self.parameters(), self.model_layout
+            self.optimizer = ShardedOptimizer(role, *model, optim, dtype, parallel.zero_stage)
         self.stage.to(device.torch_device)
         self._load(path, seed)
-        self.engine: Any = self._deepspeed(optim) if optim is not None else None
-        if self.engine is None:
+        if self.optimizer is None:
             self.stage.requires_grad_(False)
         else:
-            offload.release_gradients(self)
+            self.optimizer.initialize()
 
     # ---- construction
 
@@ -120,29 +112,24 @@ class Engine:
         """Which rank's parameters have which slice of which canonical tensor, by their keys in `parameters`."""
         return megatron_layout(self.spec, self.mesh.dims)
 
-    @cached_property
-    def partitions(self) -> Layout:
-        """Layout of what ZeRO partitions over the data-parallel ranks, with keys as `train.zero.states` has them.
-
-        Collective over the world when it is first asked for, as is `layout` under ZeRO-3.
-        """
-        return zero.partition_layout(self, self.model_layout)
-
     @property
     def layout(self) -> Layout:
-        """Which rank holds which slice of which canonical tensor, in which of `tensors`."""
-        return self.partitions if self._weights_partitioned else self.model_layout
+        """Which rank holds which slice of which canonical tensor, in which of `tensors`. Under ZeRO-3 collective over
+        the world when it is first asked for.
+        """
+        return self._partitioned.layout if self._partitioned else self.model_layout
 
     def tensors(self) -> dict[str, Tensor]:
         """What this rank holds of its parameters in the working dtype, by keys of `layout`: under ZeRO-3 its part."""
         self.reload("parameters")
-        if self._weights_partitioned:
-            return zero.partitioned_weights(self)
+        if self._partitioned:
+            return self._partitioned.weights()
         return {key: parameter.data for key, parameter in self.parameters().items()}
 
     @property
-    def _weights_partitioned(self) -> bool:
-        return self.optim is not None and self.parallel.zero_stage == 3
+    def _partitioned(self) -> ShardedOptimizer | None:
+        """The optimizer if it holds the weights too, each rank its part: ZeRO-3."""
+        return self.optimizer if self.optimizer is not None and self.optimizer.partitions_weights else None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by their keys in `model_layout`; under ZeRO-3 they are empty between passes."""
@@ -166,27 +153,10 @@ class Engine:
                 if piece.name == VALUE_HEAD:
                     region(tensors[piece.key], piece).copy_(head[tuple(slice(lo, hi) for lo, hi in piece.index)])
 
-    def _deepspeed(self, optim: OptimConfig) -> Any:
-        import deepspeed
-
-        if self.spec.tied and self.mesh.is_last_stage and not self.mesh.is_first_stage:
-            # the second copy of a tied weight must not count twice in the gradient norm
-            self.stage.body.output_layer.weight.ds_pipe_replicated = True
-        config = zero.deepspeed_config(self.parallel.zero_stage, optim, self.dtype)
-        engine, *_ = deepspeed.initialize(
-            model=self.stage, model_parameters=list(self.stage.parameters()), mpu=self.mesh.mpu(), config=config
-        )
-        # DeepSpeed re-arms its post-backward work only in engine.forward. In the cool-down of 1F1B two backwards run
-        # with no forward between them, and without this what they accumulate is dropped. In this version of DeepSpeed
-        # ZeRO-2 and bf16 then find no gradient at all and raise; fp32 ZeRO-1 reads the parameters' own and is right.
-        self.stage.on_backward = engine.optimizer.clear_backward_seen_flag
-        if self.parallel.zero_stage == 3 and hasattr(self.stage, "head"):
-            deepspeed.zero.register_external_parameter(self.stage.head, *self.stage.head.shared)
-        return engine
-
     # ---- running micro-batches
 
-    def _plan(self, batch: PackedBatch) -> list[ModelRow]:
+    def _plan(self, batch: PackedBatch, beyond: int = 0) -> list[PackedSequence]:
+        """This rank's micro-batches; ``beyond``: tokens of a sequence that count and do not enter the model."""
         dims, budget = self.mesh.dims, self.batching.max_tokens
         window = self.spec.sliding_window
         if window is not None and batch.num_samples:
@@ -200,7 +170,7 @@ class Engine:
             plans = plan_micro_batches(
                 batch,
                 dims.dp,
-                max_tokens=None if budget is None else budget * dims.sp,  # the row is divided over the Ulysses ranks
+                max_tokens=None if budget is None else (budget + beyond) * dims.sp,  # divided over the Ulysses ranks
                 max_sequences=self.batching.max_sequences,
                 share_prefix=self.batching.share_prefix,
             )
@@ -209,26 +179,27 @@ class Engine:
             raise ValueError(f"{owner}.ppo_max_token_len_per_gpu is {budget}: {error}") from error
         mine = plans[self.mesh.coords.dp] or [torch.zeros(0, dtype=torch.int64)]
         multiple = dims.sp * (dims.tp if self.parallel.sequence_parallel else 1)
-        return [build_row(batch, rows, share_prefix=self.batching.share_prefix, multiple=multiple) for rows in mine]
+        return [pack_sequence(batch, own, share_prefix=self.batching.share_prefix, multiple=multiple) for own in mine]
 
-    def _run(self, rows: list[ModelRow], consume: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Drive rows through Megatron's schedule; ``consume(row, out, **kw)`` sees each output of the last stage."""
+    def _run(self, sequences: list[PackedSequence], consume: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """Drive micro-batches through Megatron's schedule; ``consume(sequence, out, **kw)`` sees each output of the
+        last stage. Returns what it returned beside losses.
+        """
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-        module: Any = self.stage if forward_only else self.engine
-        device = self.device.torch_device
+        forward = self.stage if forward_only or self.optimizer is None else self.optimizer.forward
 
-        def forward_step(rows: Iterator[ModelRow], _model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            row = next(rows)
-            return module(row.to(device)), partial(consume, row)
+        def forward_step(source: Iterator[PackedSequence], _model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            sequence = next(source)
+            return forward(sequence.to(self.device.torch_device)), partial(consume, sequence)
 
         common = dict(
             forward_step_func=forward_step,
-            data_iterator=iter(rows),
+            data_iterator=iter(sequences),
             model=self.stage,
-            num_microbatches=len(rows),
-            seq_length=rows[0].length // self.mesh.dims.sp,
+            num_microbatches=len(sequences),
+            seq_length=sequences[0].length // self.mesh.dims.sp,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -240,24 +211,24 @@ class Engine:
         return schedules.forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **common)
 
     @property
-    def _speaks(self) -> bool:
+    def is_output_rank(self) -> bool:
         """Whether this rank is the one of its replica whose outputs count: the others hold copies, or none."""
         return self.mesh.is_last_stage and self.mesh.coords.tp == 0 and self.mesh.coords.sp == 0
 
-    def _forward(self, batch: PackedBatch, outputs: int) -> Tensor:
+    def _forward(self, batch: PackedBatch, outputs: int, beyond: int = 0) -> Tensor:
         """[outputs, T] fp32, equal on every rank: each token comes from the one rank that computed it."""
         self.reload("parameters")
         result = torch.zeros(outputs, batch.tokens.numel())
 
-        def consume(row: ModelRow, out: Tensor, non_loss_data: bool = True) -> None:
-            if self._speaks:
-                result[:, token_index(batch, row.rows)] = out.float().cpu()
+        def consume(sequence: PackedSequence, out: Tensor, non_loss_data: bool = True) -> None:
+            if self.is_output_rank:
+                result[:, batch.token_index(sequence.samples)] = out.float().cpu()
 
         self.stage.eval()
         with torch.no_grad():
-            self._run(self._plan(batch), consume, forward_only=True)
-        if self._weights_partitioned:
-            self.engine.optimizer.empty_partition_cache()  # DeepSpeed keeps what it expects to use again soon
+            self._run(self._plan(batch, beyond), consume, forward_only=True)
+        if self.optimizer is not None:
+            self.optimizer.drop_gathered()
         on_device = result.to(self.device.torch_device)
         dist.all_reduce(on_device)
         return on_device.cpu()
@@ -279,13 +250,8 @@ class Engine:
         response.
         """
         assert self.spec.value_head, f"{self.role} has no scalar head"
-        longer = with_one_more_token(batch)  # the value "in which it is chosen" is that of the last token before it
-        own, budget = self.batching, self.batching.max_tokens
-        self.batching = replace(own, max_tokens=None if budget is None else budget + 1)  # it does not enter the model
-        try:
-            values = self._forward(longer, 1)[0]
-        finally:
-            self.batching = own
+        longer = batch.with_one_more_token()  # the value "in which it is chosen" is that of the last token before it
+        values = self._forward(longer, 1, beyond=1)[0]
         return values[longer.cu_seqlens[1:] - 1]
 
     def update(
@@ -302,18 +268,18 @@ class Engine:
         Raises:
             RuntimeError: on every rank, when ``optim.max_skipped_steps`` steps in a row have been skipped.
         """
-        assert self.engine is not None and self.optim is not None, f"{self.role} was built without an optimizer"
-        rows = self._plan(batch)
+        assert self.optimizer is not None and self.optim is not None, f"{self.role} was built without an optimizer"
+        sequences = self._plan(batch)
         self.reload()
-        offload.restore_gradients(self)
-        scale = self._loss_scale(len(rows))
+        self.optimizer.restore_gradients()
+        scale = self._loss_scale(len(sequences))
         self.stage.with_entropy, self.stage.entropy_grad = entropy, entropy_grad
 
-        def consume(row: ModelRow, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            micro = _on(batch.select(row.rows), out.device)
+        def consume(sequence: PackedSequence, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            micro = batch.select(sequence.samples).to(out.device)
             loss, sums = loss_fn(self._out(out), micro)
             logged = {name: value.detach() for name, value in sums.items()}
-            if row.rows.numel() == 0:
+            if sequence.samples.numel() == 0:
                 # the graph still reaches every parameter, so that collectives in the backward match over ranks
                 loss = out.sum() * 0
             # a loss that is not finite must make the gradient so, which is what all ranks are asked about in the step
@@ -321,37 +287,58 @@ class Engine:
 
         self.stage.train()
         rate = learning_rate(self.optim, self.steps, self.total_steps)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
-        records = self._run(rows, consume, forward_only=False)
-        self._reduce_tied()
-        self.engine.step()
-        offload.release_gradients(self)
-        sums = self._sum(records if self._speaks else [])
-        if self.engine.optimizer.overflow:
+        records = self._run(sequences, consume, forward_only=False)
+        norm = self.optimizer.step(rate)
+        sums = self._sum(records if self.is_output_rank else [])
+        if norm is None:
             self._count_skipped(sums["loss"])
             return {"skipped": 1.0, "lr": rate}
         self.steps += 1
         self.skipped_in_a_row = 0
-        return {**sums, "grad_norm": float(self.engine.get_global_grad_norm() or 0.0), "lr": rate}
+        return {**sums, "grad_norm": norm, "lr": rate}
+
+    def state(self) -> dict[str, tuple[Layout, dict[str, Tensor]]]:
+        """fp32 masters and moments, as `ShardedOptimizer.states` describes them: live buffers, on the device."""
+        assert self.optimizer is not None, f"{self.role} was built without an optimizer"
+        self.reload()
+        return self.optimizer.states()
+
+    def counters(self) -> dict[str, int]:
+        """What belongs to `state` and is no tensor."""
+        assert self.optimizer is not None, f"{self.role} was built without an optimizer"
+        step = self.optimizer.adam_step
+        return {"steps": self.steps, "adam_step": step, "skipped_in_a_row": self.skipped_in_a_row}
+
+    def load_state(
+        self, read: Callable[[str, Layout, dict[str, Tensor]], object], counters: Mapping[str, int]
+    ) -> None:
+        """Continue from a saved state: ``read(name, layout, buffers)`` fills the buffers of each part of `state`, by
+        keys of the layout; the working weights follow.
+        """
+        for name, (layout, buffers) in self.state().items():
+            read(name, layout, buffers)
+        assert self.optimizer is not None
+        self.optimizer.adam_step = counters["adam_step"]
+        self.steps, self.skipped_in_a_row = counters["steps"], counters["skipped_in_a_row"]
+        self.optimizer.follow_masters()
 
     def offload(self, *kinds: str) -> None:
         """Move working ``parameters`` and the ``optimizer`` state (fp32 masters, moments) to the host; both by default.
 
         Whatever needs them brings them back by itself, bit for bit the same: a pass the parameters, an update both.
         """
-        if self.engine is not None and self.parallel.zero_stage == 3:
-            self.engine.optimizer.empty_partition_cache()  # whole parameters that it has gathered are copies
-        offload.make_resizable(self)
-        for kind in kinds or offload.KINDS:
-            self.host.offload(kind, offload.tensors_of(self, kind))
+        if self.optimizer is not None:
+            self.optimizer.drop_gathered()
+        make_resizable(self.stage.parameters())
+        for kind in kinds or KINDS:
+            self.host.offload(kind, self.tensors_of(kind))
 
     def reload(self, *kinds: str) -> None:
         """Bring back to the device what is away."""
-        for kind in kinds or offload.KINDS:
+        for kind in kinds or KINDS:
             self.host.reload(kind)
 
-    def rest(self, *, parameters: bool = True) -> None:
+    def release_device(self, *, parameters: bool = True) -> None:
         """Leave the device to others, as far as ``parallel.{param,optimizer}_offload`` ask for it."""
         wanted = {
             "parameters": parameters and self.parallel.param_offload,
@@ -361,8 +348,20 @@ class Engine:
         if kinds:
             self.offload(*kinds)
 
+    def tensors_of(self, kind: str) -> list[Tensor]:
+        """The tensors of this rank that are of one of `KINDS`. Masters that *are* the working parameters (ZeRO-3 in
+        fp32) count as parameters.
+        """
+        if self.optimizer is None:
+            return [p.data for p in self.stage.parameters()] if kind == "parameters" else []
+        working = self.optimizer.working_tensors()
+        if kind == "parameters":
+            return working
+        own = {storage._cdata for storage in storages(working)}
+        return [t for t in self.optimizer.state_tensors() if t.untyped_storage()._cdata not in own]
+
     def _count_skipped(self, loss: float) -> None:
-        """DeepSpeed found the global gradient norm not finite and has changed nothing but dropped the gradients."""
+        """The global gradient norm was not finite, and nothing has changed."""
         assert self.optim is not None
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.optim.max_skipped_steps:
@@ -398,49 +397,3 @@ class Engine:
             for name, value in sums.items():
                 total[name] = total.get(name, 0.0) + value
         return total
-
-    def _reduce_tied(self) -> None:
-        """Sum the gradient of a tied embedding over its two copies on the first and the last pipeline stage."""
-        if not self.spec.tied or self.mesh.dims.pp == 1 or not (self.mesh.is_first_stage or self.mesh.is_last_stage):
-            return
-        body = self.stage.body
-        weight = body.embedding.word_embeddings.weight if self.mesh.is_first_stage else body.output_layer.weight
-        for name in ("_hp_grad", "grad_accum", "grad"):  # where ZeRO-1 accumulates, by dtype setting
-            grad = getattr(weight, name, None)
-            if grad is not None:
-                dist.all_reduce(grad, group=self.mesh.embd_group)
-                return
-        raise RuntimeError(f"{self.role}: no accumulated gradient found on the tied embedding")
-
-
-def with_one_more_token(batch: PackedBatch) -> PackedBatch:
-    """The same sequences with one token of any kind after each response."""
-    count = batch.num_samples
-    cu = batch.cu_seqlens + torch.arange(count + 1)
-    tokens = torch.zeros(int(cu[-1]), dtype=batch.tokens.dtype)
-    owner = torch.repeat_interleave(torch.arange(count), batch.response_lengths)
-    tokens[torch.arange(batch.tokens.numel()) + owner] = batch.tokens
-    return PackedBatch(
-        prompt_tokens=batch.prompt_tokens,
-        prompt_cu_seqlens=batch.prompt_cu_seqlens,
-        group=batch.group,
-        tokens=tokens,
-        cu_seqlens=cu,
-        mask=torch.ones(tokens.numel()),
-        rewards=batch.rewards,
-    )
-
-
-def token_index(batch: PackedBatch, rows: Tensor) -> Tensor:
-    """[t] places in the batch of the tokens of the given rows, row after row."""
-    lengths = batch.response_lengths[rows]
-    ends = lengths.cumsum(0)
-    starts = batch.cu_seqlens[:-1][rows] - (ends - lengths)
-    return torch.repeat_interleave(starts, lengths) + torch.arange(int(lengths.sum()))
-
-
-def _on(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    if device.type == "cpu":
-        return batch
-    moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
-    return PackedBatch(**moved)

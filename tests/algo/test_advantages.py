@@ -12,7 +12,7 @@ import torch
 
 from rlscale.algo.advantages import ADVANTAGES, estimate_advantages
 from rlscale.algo.segments import reverse_scan, whiten
-from tests.algo.batches import Flat, random_flat
+from rlscale.testing.batches import Flat, random_flat
 
 GROUP_ESTIMATORS = (
     "grpo",

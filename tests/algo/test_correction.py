@@ -16,7 +16,7 @@ from rlscale.algo.correction import (
     offpolicy_metrics,
     rejection_mask,
 )
-from tests.algo.batches import Flat, random_flat
+from rlscale.testing.batches import Flat, random_flat
 
 
 def rows(b: Flat, q: torch.Tensor) -> list[list[tuple[int, float]]]:

@@ -4,27 +4,18 @@ they are.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.algo import golden
+
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(os.environ.get("RLSCALE_ORACLE_DIR", ROOT.parent / "shared" / "oracle"))
-
-
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("oracle_tool", ROOT / "tools" / "oracle.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["oracle_tool"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def oracle(*files: Path) -> subprocess.CompletedProcess[str]:
@@ -88,7 +79,7 @@ def test_verdict(
 ) -> None:
     path = tmp_path / "own.json"
     path.write_text(json.dumps({"family": "own", "cases": [case(**changes)]}))
-    assert tool().main([str(path)]) == status
+    assert golden.main([str(path)]) == status
     assert said in capsys.readouterr().out
 
 

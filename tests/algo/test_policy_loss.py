@@ -10,7 +10,7 @@ import torch
 
 from rlscale.algo.policy_loss import finish_metrics, policy_loss, prepare
 from rlscale.batch.weights import loss_weights
-from tests.algo.batches import Flat, random_flat
+from rlscale.testing.batches import Flat, random_flat
 
 LOW, HIGH, C = 0.15, 0.25, 1.6
 Token = tuple[float, float, float]  # log pi, log pi_old, A

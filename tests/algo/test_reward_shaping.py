@@ -16,7 +16,7 @@ from rlscale.algo.reward_shaping import (
     place_rewards,
     policy_tokens,
 )
-from tests.algo.batches import random_flat
+from rlscale.testing.batches import random_flat
 
 
 def test_placement_at_the_last_policy_token() -> None:

@@ -19,7 +19,7 @@ from rlscale.algo.policy_loss import POLICY_LOSSES, policy_loss, prepare
 from rlscale.algo.preference import token_cross_entropy
 from rlscale.algo.value_loss import value_loss
 from rlscale.batch.weights import MODES, loss_weights
-from tests.algo.batches import Flat, random_flat
+from rlscale.testing.batches import Flat, random_flat
 
 ARGS = {
     "kl_cov": {"kl_cov_ratio": 0.3},

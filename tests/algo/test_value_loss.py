@@ -7,7 +7,7 @@ import torch
 
 from rlscale.algo.value_loss import explained_variance, value_loss
 from rlscale.batch.weights import loss_weights
-from tests.algo.batches import random_flat
+from rlscale.testing.batches import random_flat
 
 
 @pytest.mark.parametrize("clip", [None, 0.1, 0.5])

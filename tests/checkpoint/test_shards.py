@@ -18,7 +18,7 @@ from rlscale.model.arch import ModelSpec
 from rlscale.reshard.layout import Layout, Piece, volume, whole
 from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.transport import region
-from tests.tiny import tiny_model
+from rlscale.testing.models import tiny_model
 
 DIMS = {
     "dp1": ParallelDims(),

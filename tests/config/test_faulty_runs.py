@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launchers.train import main
-from tests.tiny import tiny_model
+from rlscale.testing.models import tiny_model
 
 YAML = "yamls/quickstart_cpu.yaml"
 GAE = "algorithm.adv_estimator=gae"

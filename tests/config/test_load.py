@@ -13,9 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlscale.config import Config, ConfigError, load, save, to_dict
-from rlscale.config.load import parse_yaml
+from rlscale.algo.needs import registries
+from rlscale.config import Config, ConfigError, load, read, save, to_dict
+from rlscale.config.load import unrelated
 from rlscale.config.reference import reference, table
+from rlscale.config.validate import find_violations
+from rlscale.config.yaml12 import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "yamls").glob("*.yaml"))
@@ -28,9 +31,9 @@ def write(tmp_path: Path, text: str, name: str = "run.yaml") -> Path:
     return path
 
 
-def violations(path: Path | str, *overrides: str, **kwargs: Any) -> list[str]:
+def violations(path: Path | str, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load(path, overrides, **kwargs)
+        load(path, overrides)
     return caught.value.violations
 
 
@@ -224,7 +227,8 @@ def test_contradictions_are_reported_in_the_same_error_unless_they_follow_from_a
         "data: {train: [{task: addition}], train_batch_size: x}\nmodel: {path: org/name}\n"
         "actor: {ppo_mini_batch_size: 3}\nrollout: {n: 1, tensor_model_parallel_size: 3}",
     )
-    found = violations(path, world_size=4)
+    config, misread = read(path)
+    found = [v.message for v in (*misread, *unrelated(find_violations(config, 4, registries=registries()), misread))]
     assert [f for f in found if "data.train_batch_size must be" in f]
     assert [f for f in found if "rollout.n is 1" in f] and [
         f for f in found if "rollout.tensor_model_parallel_size 3" in f
@@ -326,8 +330,8 @@ def test_recipes_load_and_hold_differences_only(path: Path) -> None:
 def test_reading_a_configuration_loads_nothing_heavy() -> None:
     """A faulty file is refused before torch, let alone an engine, is imported."""
     code = (
-        "import sys; from rlscale.config import load, check; load('yamls/quickstart_cpu.yaml', world_size=2, "
-        "overrides=['model.path=org/name']); print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+        "import sys; from rlscale.config import load, check; check(load('yamls/quickstart_cpu.yaml', "
+        "['model.path=org/name']), 2); print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False

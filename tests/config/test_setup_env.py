@@ -18,7 +18,7 @@ TOOLS = "bash dirname sha256sum cut cat grep rm env".split()
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout without .venv, and a bin folder with the few tools of any machine."""
-    for name in ("tools/setup_env.sh", "requirements/cpu.lock", "setup.py"):
+    for name in ("tools/setup_env.sh", "requirements/cpu.lock", "setup.py", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
@@ -80,7 +80,8 @@ def test_a_ready_environment_is_used_and_a_changed_lock_is_noticed(checkout: Pat
     (checkout / ".venv" / "bin").mkdir(parents=True)
     (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
     stamp = subprocess.run(
-        "{ echo torch==2.13.0; cat requirements/cpu.lock setup.py; } | sha256sum | cut -d' ' -f1 >.venv/rlscale.stamp",
+        "{ echo torch==2.13.0; cat requirements/cpu.lock setup.py pyproject.toml; } "
+        "| sha256sum | cut -d' ' -f1 >.venv/rlscale.stamp",
         shell=True,
         cwd=checkout,
         check=True,

@@ -18,7 +18,7 @@ from rlscale.config.schema import DataConfig, ModelConfig, SourceConfig
 from rlscale.data import reasoning_gym, tasks
 from rlscale.data.dataset import PromptData
 from rlscale.data.tokenizers import load_tokenizer
-from tests.tiny import tiny_model
+from rlscale.testing.models import tiny_model
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 + 4?"}]
 

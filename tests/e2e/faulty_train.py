@@ -35,7 +35,7 @@ def strike(what: str) -> None:
 
 
 def kill_engine_that_samples() -> None:
-    from rlscale.rollout.engine import Rollout
+    from rlscale.rollout.rollout import Rollout
 
     sample = Rollout._sample
 

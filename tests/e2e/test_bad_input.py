@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from rlscale.testing.models import tiny_model
 from tests.e2e.program import SCORERS, Ended, launch, small
-from tests.tiny import tiny_model
 
 WITHIN = 30.0
 

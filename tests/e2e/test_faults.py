@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rlscale.testing.models import tiny_model
 from tests.e2e.program import Program, busy, launch, small
-from tests.tiny import tiny_model
 
 
 def test_a_run_outlives_an_engine(tmp_path: Path) -> None:

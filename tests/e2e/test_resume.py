@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 
 from rlscale.checkpoint import Store
+from rlscale.testing.models import tiny_model
 from tests import leftovers
 from tests.disk import small_file_system
 from tests.e2e.program import GONE_WITHIN, MARK, ROOT, Ended, Program, busy, launch, small
-from tests.tiny import tiny_model
 
 KILLS = int(os.environ.get("RLSCALE_KILLS", "1"))
 SEED = int(os.environ.get("RLSCALE_KILL_SEED", "20"))
@@ -124,7 +124,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same(a: Path, b: Path) -> None:
     """What a user would run."""
-    command = [sys.executable, "tools/compare_runs.py", str(a), str(b)]
+    command = [sys.executable, "-m", "rlscale.cli", "compare", str(a), str(b)]
     compared = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert compared.returncode == 0, compared.stdout + compared.stderr
 
@@ -268,10 +268,10 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_used(unbroken: Path, 
 
 
 def exported(checkpoint: Path, policy: Path, tmp_path: Path) -> None:
-    """tools/export.py makes of a checkpoint what the run has exported itself."""
+    """`rlscale export` makes of a checkpoint what the run has exported itself."""
     from safetensors.torch import load_file
 
-    command = [sys.executable, "tools/export.py", str(checkpoint), str(tmp_path / "hf")]
+    command = [sys.executable, "-m", "rlscale.cli", "export", str(checkpoint), str(tmp_path / "hf")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {p.name for p in (tmp_path / "hf").iterdir()} == {p.name for p in policy.iterdir()}

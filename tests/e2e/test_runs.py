@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from rlscale.testing.models import tiny_model
 from tests.e2e.program import SCORERS, Ended, Program, launch, small
-from tests.tiny import tiny_model
 
 ACTOR = [
     f"actor/{name}"

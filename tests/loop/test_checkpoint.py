@@ -13,7 +13,7 @@ import torch
 
 from rlscale.checkpoint.store import Store, write_json
 from rlscale.config import Config, to_dict
-from rlscale.loop.checkpoint import check_config
+from rlscale.config.compare import check_config
 from tests import worlds
 
 
@@ -78,7 +78,7 @@ def random_states_return() -> tuple[list[Any], list[Any], list[Any]]:
     import json
 
     from rlscale.cluster import megatron_cpu
-    from rlscale.loop.checkpoint import random_states, set_random_states
+    from rlscale.cluster.random_state import random_states, set_random_states
 
     megatron_cpu.enable()
     megatron_cpu.seed_model_parallel(3, 0, 0)
@@ -102,7 +102,7 @@ def make(root: Path, step: int) -> Path:
 
 def what_is_found(run_dir: str, **trainer: Any) -> tuple[int, list[str]] | str | None:
     from rlscale.cluster.device import init_distributed
-    from rlscale.loop.checkpoint import find, set_later_aside
+    from rlscale.loop.resume import archive_later, find
 
     cfg = Config()
     cfg.trainer.run_dir = run_dir
@@ -110,10 +110,13 @@ def what_is_found(run_dir: str, **trainer: Any) -> tuple[int, list[str]] | str |
         setattr(cfg.trainer, name, value)
     device = init_distributed("cpu")
     try:
-        resume = find(cfg, device)
+        point = find(cfg, device)
     except ValueError as error:
         return str(error)
-    return resume and (resume.step, [*resume.messages, *set_later_aside(cfg, resume, device)])
+    if point is None:
+        return None
+    archive_later(cfg, point, device)
+    return point.step, point.messages
 
 
 def found(run_dir: Path, **trainer: Any) -> Any:
@@ -185,15 +188,15 @@ def test_a_save_that_fails_ends_the_run_or_is_said(monkeypatch: pytest.MonkeyPat
 
         wait = save
 
-    for name in ("model_states", "run_state", "random_states"):
+    for name in ("model_states", "run_values", "random_states"):
         monkeypatch.setattr(module, name, lambda *_: {})
     monkeypatch.setattr(module, "Saver", FullDisk)
-    cfg, said, flushed = Config(), [], []
+    cfg, said = Config(), []
     cfg.trainer.continue_on_save_error, cfg.trainer.keep_best = tolerant, "-val/loss"
     progress = SimpleNamespace(message=said.append, restart_clock=lambda: None)
-    run = SimpleNamespace(writer=SimpleNamespace(flush=lambda: flushed.append(1)), trained={})
-    checkpoints = module.Checkpoints(cfg, progress)
-    for action in (lambda: checkpoints.save(run, 3, {"a": float("nan")}), checkpoints.wait):
+    checkpoints = module.CheckpointManager(cfg, SimpleNamespace(rank=0, world=1), progress)
+    state: Any = SimpleNamespace(step=3)
+    for action in (lambda: checkpoints.save(state, {}, {"a": float("nan")}), checkpoints.wait):
         if tolerant:
             action()
             assert said and said[-1].startswith(
@@ -202,7 +205,7 @@ def test_a_save_that_fails_ends_the_run_or_is_said(monkeypatch: pytest.MonkeyPat
         else:
             with pytest.raises(SaveError, match="No space left"):
                 action()
-    assert flushed and any("WARNING: checkpoint" in line for line in said) is tolerant
+    assert any("WARNING: checkpoint" in line for line in said) is tolerant
     assert [line for line in said if "keep_best" in line] == [
         "WARNING: trainer.keep_best: step 3 has no metric val/loss; a checkpoint without it is never the best"
     ]

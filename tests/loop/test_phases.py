@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 
 from rlscale.batch.types import Trajectory
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig
-from rlscale.loop import report, rl
-from rlscale.loop.state import Run, kl_controller
+from rlscale.loop import report
+from rlscale.loop import step as module
+from rlscale.loop.build import kl_controller
+from rlscale.loop.run import Run
+from rlscale.loop.run_state import RunState
+from rlscale.loop.stopping import Stopped
 from rlscale.observe.progress import Progress
 
 
@@ -38,7 +43,7 @@ class Model:
     def tensors(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def rest(self, *, parameters: bool = True) -> None:
+    def release_device(self, *, parameters: bool = True) -> None:
         self.log.append(f"{self.name} rests" if parameters else f"{self.name} keeps weights")
 
 
@@ -60,8 +65,15 @@ class Rollout:
         return {}
 
 
-def steps(monkeypatch: pytest.MonkeyPatch, sleeps: bool, count: int = 1, warmup: int = 0) -> list[str]:
-    log: list[str] = []
+def steps(
+    monkeypatch: pytest.MonkeyPatch,
+    sleeps: bool,
+    count: int = 1,
+    warmup: int = 0,
+    log: list[str] | None = None,
+    stop: Callable[[], None] | None = None,
+) -> list[str]:
+    log = [] if log is None else log
     cfg = Config(
         trainer=TrainerConfig(critic_warmup=warmup, rollout_dump_freq=0),
         data=DataConfig(train_batch_size=2),
@@ -69,27 +81,33 @@ def steps(monkeypatch: pytest.MonkeyPatch, sleeps: bool, count: int = 1, warmup:
         rollout=RolloutConfig(n=2, logprob_check_freq=-1),
         algorithm=AlgorithmConfig(adv_estimator="gae"),
     )
-    monkeypatch.setattr(rl, "exchange", lambda mine, expected: mine)
+    monkeypatch.setattr(module, "exchange", lambda mine, expected: mine)
     monkeypatch.setattr(report, "timing", lambda *_: {})
-    run: Any = Run(
+    rollout: Any = Rollout(log, sleeps)
+    advance = lambda cursor: log.append(f"advance to {cursor}")  # noqa: E731
+    data: Any = SimpleNamespace(peek=lambda: ([0, 1], (0, 2)), advance=advance)
+    models: Any = {role: Model(role, log) for role in ("actor", "reference", "critic")}
+    none: Any = None
+    run = Run(
         cfg=cfg,
         device=SimpleNamespace(synchronize=lambda: None, rank=0),  # type: ignore[arg-type]
+        task=module.TASK,
+        started=0.0,
+        resumed=False,
         total_steps=count,
-        train=SimpleNamespace(next_batch=lambda: [0, 1], state_dict=dict),  # type: ignore[arg-type]
+        state=RunState(data, kl_controller(cfg), rollout),
         val=None,
-        actor=Model("actor", log),  # type: ignore[arg-type]
-        reference=Model("reference", log),  # type: ignore[arg-type]
-        critic=Model("critic", log),  # type: ignore[arg-type]
-        rollout=Rollout(log, sleeps),  # type: ignore[arg-type]
+        models=models,
+        rollout=rollout,
         pool=None,
-        writer=None,  # type: ignore[arg-type]
+        writer=none,
         progress=Progress(count, rank=1),
-        watch=SimpleNamespace(agree=lambda: None, phase=lambda name: None),  # type: ignore[arg-type]
-        kl_controller=kl_controller(cfg),
-        checkpoints=None,  # type: ignore[arg-type]
+        checkpoints=none,
+        watch=SimpleNamespace(raise_if_stopped=stop or (lambda: None), phase=lambda name: None),  # type: ignore[arg-type]
+        open_parts=none,
     )
     for step in range(1, count + 1):
-        rl.train_step(run, step)
+        module.train_step(run, step)
     return log
 
 
@@ -111,7 +129,23 @@ def test_turns_of_a_step(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
         "actor keeps weights",  # its optimizer state goes before the engines wake, its weights are what they get
         "sync",
         *ALL_REST,
+        "advance to (0, 2)",  # nothing of the data is used up before
     ]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_discarded_step_has_used_no_data(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    log: list[str] = []
+    calls = iter(range(times))
+
+    def stop() -> None:
+        if next(calls) == times - 1:
+            raise Stopped("SIGTERM on rank 0")
+
+    with pytest.raises(Stopped):
+        steps(monkeypatch, sleeps=True, log=log, stop=stop)
+    assert log[-1] == ("generate" if times == 1 else "critic works")
+    assert not any(line.startswith("advance") for line in log)
 
 
 def test_engines_that_slept_get_weights_though_the_actor_was_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,12 @@ from rlscale.algo.reward_shaping import place_rewards
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, KLControlConfig
-from rlscale.loop import report
+from rlscale.loop.build import kl_controller
+from rlscale.loop.exchange import exchange
 from rlscale.loop.objectives import actor_loss, actor_trains, contributing_rows, current_logprobs
-from rlscale.loop.rl import advantages, exchange, mini_batches
-from rlscale.loop.state import kl_controller
-from tests.train.reference import random_batch
+from rlscale.loop.step import advantages, check_scores, compare_logprobs
+from rlscale.loop.validation import validation_metrics
+from rlscale.testing.batches import random_batch
 
 
 def trajectory(group: int, sample: int, mask: list[int], reward: float, **more: Any) -> Trajectory:
@@ -46,21 +47,6 @@ def test_a_prompt_has_one_text() -> None:
     other.prompt_ids = [5, 7]
     with pytest.raises(ValueError, match="prompt 0"):
         pack([trajectory(0, 0, [1], 0.0), other])
-
-
-@pytest.mark.parametrize("size, epochs", [(1, 1), (2, 3), (4, 2)])
-def test_every_row_is_in_one_mini_batch_of_each_epoch(size: int, epochs: int) -> None:
-    batch = random_batch(groups=4, n=3)
-    run: Any = SimpleNamespace(cfg=Config(actor=ActorConfig(ppo_mini_batch_size=size, ppo_epochs=epochs)))
-    rows = list(mini_batches(run, batch, step=3))
-    assert len(rows) == epochs * 4 // size
-    for epoch in range(epochs):
-        of_epoch = torch.cat(rows[epoch * 4 // size : (epoch + 1) * 4 // size])
-        assert sorted(of_epoch.tolist()) == list(range(12))
-    for part in rows:  # groups stay whole
-        assert all((batch.group[part] == g).sum() in (0, 3) for g in range(4))
-    again = list(mini_batches(run, batch, step=3))
-    assert all(torch.equal(a, b) for a, b in zip(rows, again, strict=True))
 
 
 def gradient(cfg: ActorConfig, mini: PackedBatch, rows: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
@@ -154,14 +140,14 @@ def test_kl_in_the_reward(kind: str) -> None:
     batch = pack([trajectory(0, 0, [1, 0, 1], 1.0), trajectory(0, 1, [1], 0.0)])
     batch.old_logprobs = torch.tensor([-1.0, float("nan"), -1.0, -1.0])
     batch.ref_logprobs = torch.tensor([-2.0, 0.0, -1.0, -1.5])
-    run: Any = SimpleNamespace(cfg=cfg, kl_controller=kl_controller(cfg))
+    run: Any = SimpleNamespace(cfg=cfg, state=SimpleNamespace(kl_controller=kl_controller(cfg)))
     metrics = advantages(run, batch)
     assert batch.token_rewards.tolist() == pytest.approx([-0.5, 0.0, 1.0, -0.25])
     assert batch.advantages.tolist() == pytest.approx([0.5, 0.0, 1.0, -0.25])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)  # mean over rows of their token means
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     expected = {"fixed": 0.5, "adaptive": 0.5 * (1 + 0.2 * 2 / 100), "interval": 0.5 * (1 + 0.2 * 2 / 100)}
-    assert run.kl_controller.coef == pytest.approx(expected[kind])
+    assert run.state.kl_controller.coef == pytest.approx(expected[kind])
 
 
 def test_log_probs_that_disagree_end_the_run() -> None:
@@ -169,18 +155,18 @@ def test_log_probs_that_disagree_end_the_run() -> None:
     batch = random_batch(groups=2, n=2)
     batch.rollout_logprobs = torch.zeros(batch.tokens.numel())
     trainer = torch.where(batch.mask != 0, 0.01, 100.0)  # what is masked is not compared
-    metrics = report.compare_logprobs(cfg, batch, trainer, 1)
+    metrics = compare_logprobs(cfg, batch, trainer, 1)
     assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.01)
     for wrong in (torch.full_like(trainer, 1.0), torch.full_like(trainer, float("nan"))):
         with pytest.raises(RuntimeError, match="rollout.logprob_check_bound"):
-            report.compare_logprobs(cfg, batch, wrong, 1)
+            compare_logprobs(cfg, batch, wrong, 1)
 
 
 def test_a_scorer_that_fails_on_everything_ends_the_run() -> None:
     failed = [trajectory(0, i, [1], 0.0, reward_failed=True, reward_error="boom") for i in range(3)]
     with pytest.raises(RuntimeError, match="all 3 responses.*boom"):
-        report.check_scores(failed, 7)
-    report.check_scores([*failed, trajectory(0, 3, [1], 0.0)], 7)
+        check_scores(failed, 7)
+    check_scores([*failed, trajectory(0, 3, [1], 0.0)], 7)
 
 
 def test_validation_by_source_with_ties_split() -> None:
@@ -189,10 +175,10 @@ def test_validation_by_source_with_ties_split() -> None:
 
     rows = [answer(0, "7", 1.0), answer(0, "7", 1.0), answer(0, "8", 0.0), answer(1, "1", 0.0), answer(1, "2", 1.0)]
     rows.append(answer(1, "2 ", 1.0))
-    metrics = report.validation_metrics(rows, 3)
+    metrics = validation_metrics(rows, 3)
     assert metrics["val/s0/mean@3"] == pytest.approx(2 / 3) and metrics["val/s0/maj@3"] == 1.0
     assert metrics["val/s1/best@3"] == 1.0 and metrics["val/s1/maj@3"] == 1.0
-    tied = report.validation_metrics([answer(0, "7", 1.0), answer(0, "8", 0.0)], 2)
+    tied = validation_metrics([answer(0, "7", 1.0), answer(0, "8", 0.0)], 2)
     assert tied["val/s0/maj@2"] == 0.5
 
 

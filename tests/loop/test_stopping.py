@@ -32,7 +32,7 @@ def stopped(number: int | None, max_time: float | None = None) -> tuple[int, str
                 os.kill(os.getpid(), number)
             time.sleep(0.02)
             steps += 1
-            watch.agree()
+            watch.raise_if_stopped()
     except Stopped as stop:
         return steps, str(stop), watch.report().splitlines()
     finally:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rlscale.config.schema import ParallelConfig
 from rlscale.model.arch import ModelSpec
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import make_spec, tiny_model
 from tests import worlds
-from tests.reshard.models import make_spec
-from tests.tiny import tiny_model
-from tests.train.reference import check, load_reference, random_batch, reference_logprobs
+from tests.train.reference import check, load_reference, reference_logprobs
 
 EXACT = 2e-5
 LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -135,23 +135,6 @@ def test_what_is_not_built_is_refused_by_name(config: Any, said: str) -> None:
         config.architectures = [name] if "Qwen2Moe" not in name else None
     with pytest.raises(ValueError, match=said):
         ModelSpec.from_config(config)
-
-
-@pytest.mark.parametrize(
-    "spec, tp, device, said",
-    [
-        (make_spec(value_head=True), 1, "cpu", "model.path: the model has a value head"),
-        (make_spec(architecture="Qwen2ForCausalLM", heads=8, head_dim=2, hidden=8), 1, "cpu", "vLLM's Qwen2 ignores"),
-        (make_spec(architecture="MixtralForCausalLM", experts=4, expert_ffn=6, hidden=32), 4, "cpu", "width 6"),
-        (make_spec(architecture="MixtralForCausalLM", experts=2, expert_ffn=8, hidden=32), 4, "cpu", "is more than"),
-        (make_spec(architecture="MixtralForCausalLM", experts=2, expert_ffn=8, hidden=48), 1, "cpu", "multiple of 32"),
-        (make_spec(architecture="MixtralForCausalLM", experts=2, expert_ffn=8, hidden=48), 1, "cuda", ""),
-        (make_spec(), 2, "cpu", ""),
-    ],
-)
-def test_what_the_engine_cannot_do_is_refused(spec: ModelSpec, tp: int, device: str, said: str) -> None:
-    problems = spec.rollout_violations(tp, device)
-    assert len(problems) == bool(said) and all(said in problem for problem in problems), problems
 
 
 def test_an_exported_critic_is_read_as_one(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from rlscale.batch.types import PackedBatch
 from rlscale.model import attention
-from rlscale.model.packing import build_row
-from tests.train.reference import random_batch
+from rlscale.model.packing import pack_sequence
+from rlscale.testing.batches import random_batch
 
 HEADS, GROUPS, DIM = 4, 2, 32
 
@@ -38,7 +38,7 @@ def embedded(ids: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Te
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_a_row_equals_its_sequences(batch: PackedBatch, share: bool, kernel: str, multiple: int) -> None:
     rows = torch.tensor([4, 0, 8, 1, 3])
-    row = build_row(batch, rows, share_prefix=share, multiple=multiple)
+    row = pack_sequence(batch, rows, share_prefix=share, multiple=multiple)
     assert row.length % multiple == 0
     q, k, v = (embedded(row.tokens, row.positions, n) for n in (HEADS, GROUPS, GROUPS + 1))
     v = v[:, :GROUPS]
@@ -57,7 +57,7 @@ def test_a_row_equals_its_sequences(batch: PackedBatch, share: bool, kernel: str
         out = torch.cat(outs)
     predicted = out[row.predictors]
     expected = []
-    for r in row.rows.tolist():
+    for r in row.samples.tolist():
         ids, positions = alone(batch, r)
         qs, ks, vs = (embedded(ids, positions, n).transpose(0, 1)[None] for n in (HEADS, GROUPS, GROUPS + 1))
         full = torch.nn.functional.scaled_dot_product_attention(
@@ -83,8 +83,8 @@ def emulated_varlen(q, k, v, row, scale):
 
 def test_sharing_computes_each_prompt_once(batch: PackedBatch) -> None:
     rows = torch.arange(batch.num_samples)
-    shared = build_row(batch, rows, share_prefix=True)
-    apart = build_row(batch, rows, share_prefix=False)
+    shared = pack_sequence(batch, rows, share_prefix=True)
+    apart = pack_sequence(batch, rows, share_prefix=False)
     tails = int((batch.response_lengths - 1).sum())
     assert shared.length == int(batch.prompt_lengths.sum()) + tails
     assert apart.length == int(batch.prompt_lengths[batch.group].sum()) + tails
@@ -92,14 +92,14 @@ def test_sharing_computes_each_prompt_once(batch: PackedBatch) -> None:
 
 
 def test_targets_follow_the_order_of_rows(batch: PackedBatch) -> None:
-    row = build_row(batch, torch.tensor([7, 2, 6]), share_prefix=True)
-    expected = [batch.tokens[batch.cu_seqlens[r] : batch.cu_seqlens[r + 1]] for r in row.rows.tolist()]
+    row = pack_sequence(batch, torch.tensor([7, 2, 6]), share_prefix=True)
+    expected = [batch.tokens[batch.cu_seqlens[r] : batch.cu_seqlens[r + 1]] for r in row.samples.tolist()]
     assert torch.equal(row.targets, torch.cat(expected))
-    assert sorted(row.rows.tolist()) == [2, 6, 7]
+    assert sorted(row.samples.tolist()) == [2, 6, 7]
 
 
 def test_an_empty_micro_batch_is_padding_without_targets(batch: PackedBatch) -> None:
-    row = build_row(batch, torch.zeros(0, dtype=torch.int64), share_prefix=True, multiple=4)
+    row = pack_sequence(batch, torch.zeros(0, dtype=torch.int64), share_prefix=True, multiple=4)
     assert row.length == 4 and row.targets.numel() == 0 and row.predictors.numel() == 0
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rlscale.batch.types import PackedBatch
 from rlscale.model import ulysses
-from rlscale.model.packing import build_row
+from rlscale.model.packing import pack_sequence
+from rlscale.testing.batches import random_batch
 from tests import worlds
-from tests.train.reference import random_batch
 
 LENGTH, DIM = 24, 4
 
@@ -91,7 +91,7 @@ def test_key_value_heads_are_repeated_no_more_than_needed(heads: int, kv_heads: 
 
 def test_parts_of_a_row_are_the_row(batch: PackedBatch) -> None:
     for size in (1, 2, 3, 4):
-        row = build_row(batch, torch.arange(batch.num_samples), share_prefix=True, multiple=size)
+        row = pack_sequence(batch, torch.arange(batch.num_samples), share_prefix=True, multiple=size)
         parts = [row.part(rank, size) for rank in range(size)]
         assert torch.equal(torch.cat([p.tokens for p in parts]), row.tokens)
         assert len({p.tokens.numel() for p in parts}) == 1

@@ -141,16 +141,15 @@ def test_a_full_disk_is_an_error_that_names_the_file(config: Config, tmp_path: P
 
 def test_a_disk_that_is_full_for_a_while_loses_nothing(config: Config, tmp_path: Path) -> None:
     with small_file_system(tmp_path / "disk", 64 * 2**10) as disk:
-        writer = RunWriter(config, disk / "run")
         ballast = disk / "ballast"
+        made: list[None] = []
+        writer = RunWriter(config, disk / "run", on_disk_full=lambda: made.append(ballast.unlink()))
 
         def fill() -> None:
             with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
                 while True:
                     file.write(bytes(512))
 
-        made = []
-        writer.make_room = lambda: made.append(ballast.unlink())
         metrics = {f"m{i}": float(i) for i in range(600)}
         for step in (1, 2):
             fill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -12,17 +11,10 @@ from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ARCHITECTURES, ModelSpec
 from rlscale.reshard import Layout, Plan, hf_shapes, rank_pieces_from_dicts
 from rlscale.reshard.transport import region
+from rlscale.testing.models import make_spec
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
-
-
-def make_spec(**changes: Any) -> ModelSpec:
-    fields: dict[str, Any] = {
-        "architecture": "LlamaForCausalLM", "num_layers": 4, "hidden": 8, "ffn": 16, "heads": 8, "kv_heads": 4,
-        "head_dim": 2, "vocab": 37, "norm_eps": 1e-6, "inv_freq": (1.0,),
-    }  # fmt: skip
-    return ModelSpec(**(fields | changes))
 
 
 @st.composite

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.reshard import Layout, Piece, hf_shapes, megatron_layout, rank_pieces_from_dicts
 from rlscale.reshard.layout import intersect, subtract
-from tests.reshard.models import make_spec
+from rlscale.testing.models import make_spec
 
 SHAPE = (6, 5)
 intervals = [st.tuples(st.integers(0, n - 1), st.integers(1, n)).filter(lambda r: r[0] < r[1]) for n in SHAPE]

@@ -20,19 +20,10 @@ from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard import Layout, Plan, execute_into, hf_layout, megatron_layout, plan, vllm_layout
 from rlscale.reshard.vllm import layers_of_stage
+from rlscale.testing.models import make_spec
 from tests import worlds
 from tests.reshard import models
-from tests.reshard.models import (
-    Tensors,
-    assert_equal,
-    blank,
-    canonical,
-    dims,
-    make_spec,
-    megatron_shards,
-    simulate,
-    specs,
-)
+from tests.reshard.models import Tensors, assert_equal, blank, canonical, dims, megatron_shards, simulate, specs
 from tests.reshard.test_plan import check_limits, lower_bound
 
 

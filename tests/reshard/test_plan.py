@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard import Layout, Piece, Plan, hf_layout, megatron_layout, plan
+from rlscale.testing.models import make_spec
 from tests.reshard.models import (
     assert_equal,
     blank,
     canonical,
     dims,
-    make_spec,
     megatron_shards,
     simulate,
     specs,

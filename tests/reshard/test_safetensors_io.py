@@ -20,8 +20,9 @@ from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard import export_hf, hf_layout, hf_shapes, load_pieces, megatron_layout, safetensors_io
 from rlscale.reshard.layout import volume
-from tests import tiny, worlds
-from tests.reshard.models import Tensors, assert_equal, canonical, make_spec, megatron_shards
+from rlscale.testing.models import make_spec, tiny_model
+from tests import worlds
+from tests.reshard.models import Tensors, assert_equal, canonical, megatron_shards
 
 
 def write_folder(folder: Path, tensors: Tensors, shards: int = 1) -> Path:
@@ -276,7 +277,7 @@ def test_export_streams_and_shards(tmp_path: Path, spec: ModelSpec, dims: Parall
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 def test_a_model_survives_the_round_trip_through_every_rank(tmp_path: Path, arch: str) -> None:
     """Hugging Face folder -> TP2 x PP2 -> Hugging Face folder: transformers reads the same model from it."""
-    folder = Path(tiny.tiny_model(arch, tied=arch in ("qwen2", "llama")))
+    folder = Path(tiny_model(arch, tied=arch in ("qwen2", "llama")))
     ep = 2 if arch == "qwen3_moe" else 1
     worlds.run(4, load_and_export, folder, tmp_path / "again", ParallelDims(tp=2, pp=2, ep=ep))
     assert_equal(load_file(tmp_path / "again" / "model.safetensors"), expected_tensors(folder))
@@ -320,7 +321,7 @@ def test_a_critic_is_exported_as_a_sequence_classifier(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 def test_an_exported_critic_opens_in_transformers_and_again_as_a_critic(tmp_path: Path, arch: str) -> None:
-    reference = tiny.tiny_model(arch, tied=True)
+    reference = tiny_model(arch, tied=True)
     critic = ModelSpec.from_hf(reference).as_critic()
     layout = hf_layout(critic)
     weights = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
@@ -469,7 +470,7 @@ def test_an_export_replaces_nothing_but_an_export(what: str, tmp_path: Path) -> 
         if what == "document":
             (out / "config.json").write_text("{}")
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    folder = Path(tiny.tiny_model("llama", layers=1))
+    folder = Path(tiny_model("llama", layers=1))
     spec = ModelSpec.from_hf(str(folder))
     layout = hf_layout(spec)
     sources = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}

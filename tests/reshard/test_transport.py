@@ -14,8 +14,9 @@ from rlscale.model.arch import ModelSpec
 from rlscale.reshard import Layout, Piece, Transfer, execute, execute_into, hf_layout, megatron_layout, plan
 from rlscale.reshard.plan import DIRECT_BYTES
 from rlscale.reshard.transport import region
+from rlscale.testing.models import make_spec
 from tests import worlds
-from tests.reshard.models import assert_equal, blank, canonical, make_spec, megatron_shards, vllm_layout, vllm_shards
+from tests.reshard.models import assert_equal, blank, canonical, megatron_shards, vllm_layout, vllm_shards
 
 SMALL = make_spec(qkv_bias=True)
 LARGE = make_spec(hidden=128, ffn=512, heads=8, kv_heads=2, head_dim=16, vocab=5003, num_layers=2, tied=True)

@@ -12,8 +12,9 @@ from rlscale.cluster.mesh import ParallelDims
 from rlscale.reshard import Piece, megatron_layout, plan
 from rlscale.reshard.transport import Transfer, region
 from rlscale.reshard.verify import MASK, add, checksum, differences, expected
+from rlscale.testing.models import make_spec
 from tests import worlds
-from tests.reshard.models import blank, canonical, make_spec, megatron_shards, vllm_layout, vllm_shards
+from tests.reshard.models import blank, canonical, megatron_shards, vllm_layout, vllm_shards
 
 
 def sliced(tensor: torch.Tensor, cuts: list[list[int]], order: list[int]) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard import rank_pieces_from_dicts, vllm_layout
+from rlscale.testing.models import make_spec
 from tests import worlds
 from tests.reshard import models
 
@@ -41,7 +42,7 @@ def differences(folders: list[str]) -> list[str]:
     from vllm.distributed import parallel_state
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from rlscale.rollout.worker import targets
+    from rlscale.rollout.vllm.worker import targets
 
     def group(size: int, rank: int) -> SimpleNamespace:
         return SimpleNamespace(
@@ -82,6 +83,6 @@ def test_the_layout_is_what_live_modules_describe(tmp_path: Path) -> None:
 
 def test_replicated_heads_and_padding_agree_with_the_oracle() -> None:
     for kv_heads, tp, tied in product((1, 2, 4, 8), (1, 2, 4, 8), (False, True)):
-        spec = models.make_spec(kv_heads=kv_heads, tied=tied, qkv_bias=tied, qk_norm=not tied)
+        spec = make_spec(kv_heads=kv_heads, tied=tied, qkv_bias=tied, qk_norm=not tied)
         ours, theirs = vllm_layout(spec, tp, 1, 8 // tp), models.vllm_layout(spec, tp, 8)
         assert all(set(ours.of_rank(rank)) == set(theirs.of_rank(rank)) for rank in range(8))

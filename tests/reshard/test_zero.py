@@ -15,7 +15,7 @@ from rlscale.model.arch import ModelSpec
 from rlscale.reshard.layout import Layout, Piece, whole
 from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.transport import region
-from rlscale.reshard.zero import Fragment, flat_blocks, zero_layout
+from rlscale.reshard.zero_layout import Fragment, flat_blocks, zero_layout
 from tests.reshard.models import Tensors, canonical, dims, megatron_shards, specs
 
 

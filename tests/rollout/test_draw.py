@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlscale.rollout.draw import draw, uniform_numbers
+from rlscale.rollout.vllm.draw import draw, uniform_numbers
 
 
 @pytest.mark.parametrize("vocabulary", [5, 256, 384, 1000])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.rollout.test_rollout import EOS, EXACT, PROMPTS, START, prompts
-from tests.tiny import tiny_model
+from tests.rollout.helpers import EOS, EXACT, PROMPTS, START, prompts
 
 SHAPE: dict[str, Any] = dict(tied=False, heads=4, kv_heads=2, head_dim=32, hidden=64, ffn=48)
 
@@ -22,7 +22,7 @@ def sync_and_compare(run_dir: str, rollout_tp: int, first: str, *folders: str) -
     from rlscale.cluster.device import Device, init_distributed
     from rlscale.config.schema import Config, ParallelConfig
     from rlscale.model.arch import ModelSpec
-    from rlscale.rollout.engine import Rollout
+    from rlscale.rollout.rollout import Rollout
     from rlscale.rollout.sampling import Sampling
     from rlscale.train.engine import Batching, Engine
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from rlscale.cluster.mesh import ParallelDims
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.rollout.test_rollout import EOS, PROMPTS, START, configuration, prompts
-from tests.tiny import tiny_model
+from tests.rollout.helpers import EOS, PROMPTS, START, configuration, prompts
 
 EXACT = 1e-5
 ALL = list(itertools.product(("llama", "qwen2", "qwen3"), (True, False), (1, 2)))
@@ -56,7 +56,7 @@ def updated_then_fresh(old: str, new: str, tied: bool, tp: int, run_dir: str) ->
     """
     from rlscale.cluster.device import Device
     from rlscale.reshard import export_hf
-    from rlscale.rollout.engine import Rollout
+    from rlscale.rollout.rollout import Rollout
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     device = Device("cpu", rank, rank, world, world)

@@ -1,12 +1,11 @@
 """The trainer's end of an update, against workers that only keep what they are given: faults, checks, restarts.
 
 The worker's own code (`ShardWriter`, `ShardTransfer`) runs on a plain module in the trainer's process, so that what
-goes wrong can be arranged; `test_rollout` does the same with real engines.
+goes wrong can be arranged; `test_given_weights` does the same with real engines.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,15 +19,15 @@ from tests import worlds
 SHAPES = {"a.weight": (40, 8), "b.weight": (13,), "c.weight": (30, 30)}
 
 
-class Host:
-    """`EngineHost` in one process, with one worker."""
+class Engine:
+    """A `Backend` in this process, with one worker; dies in the step that it is told."""
 
-    def __init__(self, cfg: Any = None, device: Any = None, log: Any = None):
+    def __init__(self, cfg: Any, device: Any, log: Any):
         self.device, self.alive, self.starts = device, False, 0
         self.die_in: str | None = None
 
-    def start(self) -> None:
-        from rlscale.rollout.worker import ShardTransfer
+    def begin_start(self) -> None:
+        from rlscale.rollout.vllm.worker import ShardTransfer
 
         model = torch.nn.Module()
         for name, shape in SHAPES.items():
@@ -39,69 +38,77 @@ class Host:
         self.transfer = ShardTransfer.__new__(ShardTransfer)
         self.transfer.model, self.transfer.device = model, torch.device("cpu")
         self.transfer.parallel_config = SimpleNamespace(rank=0)
-        self.engine = self
+
+    def finish_start(self) -> None:
+        pass
 
     def close(self) -> None:
         self.alive = False
 
-    def run(self, work: Any, timeout: float, what: str) -> Any:
-        name = work.__name__
-        if not self.alive or name == self.die_in:
-            work.close()
+    def _live(self, step: str) -> None:
+        if not self.alive or step == self.die_in:
             self.alive, self.die_in = False, None
-            raise RuntimeError(f"rank {self.device.rank}: the vLLM engine died during {what}")
-        return asyncio.run(work)
+            raise RuntimeError(f"rank {self.device.rank}: the vLLM engine died during {step}")
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        from rlscale.rollout.worker import WorkerExtension
+    def _worker(self, step: str, method: str, *args: Any) -> Any:
+        from rlscale.rollout.vllm.worker import WorkerExtension
 
-        worker = SimpleNamespace(
-            model_runner=SimpleNamespace(get_model=lambda: self.model), weight_transfer_engine=self.transfer
-        )
-        return [getattr(WorkerExtension, method)(worker, *args)]
+        self._live(step)
+        model_runner = SimpleNamespace(get_model=lambda: self.model)
+        worker = SimpleNamespace(model_runner=model_runner, weight_transfer_engine=self.transfer)
+        return getattr(WorkerExtension, method)(worker, *args)
 
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        from rlscale.rollout.worker import Mailbox
+    def targets(self) -> list[Any]:
+        return [self._worker("targets", "rlscale_targets")]
 
-        self.transfer.init_transfer_engine(Mailbox(**request.init_info))
+    def connect(self, mailboxes: list[Any]) -> None:
+        from rlscale.rollout.vllm.worker import Mailbox
 
-    async def start_weight_update(self) -> None:
+        self.transfer.init_transfer_engine(Mailbox(workers=mailboxes))
+        assert not self._worker("connect", "rlscale_update_problem")
+
+    def begin_update(self, verify: bool) -> None:
+        self._worker("begin_update", "rlscale_verify", verify)
         self.transfer.start_weight_update()
 
-    async def update_weights(self, request: Any) -> None:
-        from rlscale.rollout.worker import Round
+    def take(self, bucket: int) -> None:
+        from rlscale.rollout.vllm.worker import Round
 
-        self.transfer.receive_weights(Round(**request.update_info))
+        self._live("take")
+        self.transfer.receive_weights(Round(number=bucket))
 
-    async def finish_weight_update(self) -> None:
+    def finish_update(self) -> None:
+        self._live("finish_update")
         self.transfer.finish_weight_update()
+        problem = self._worker("check_workers", "rlscale_update_problem")
+        if problem:
+            raise RuntimeError(problem)
 
-    async def reset_prefix_cache(self) -> bool:
-        return True
+    def checksums(self) -> list[Any]:
+        return [self._worker("checksums", "rlscale_checksums")]
+
+    def wake(self) -> None:
+        pass
 
 
 @contextmanager
 def rollout_with(**options: Any) -> Iterator[Any]:
-    """A rollout over the ranks of the world, one `Host` each, and the trainer's layout and tensors."""
+    """A rollout over the ranks of the world, one `Engine` each, and the trainer's layout and tensors."""
     from rlscale.cluster.device import Device
     from rlscale.config.schema import Config
-    from rlscale.rollout import engine
+    from rlscale.rollout.rollout import Rollout
 
     cfg = Config()
     cfg.rollout.sync_bucket_mb = 1
     for key, value in options.items():
         setattr(cfg.rollout, key, value)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    real, engine.EngineHost = engine.EngineHost, Host  # type: ignore[misc,assignment]
-    try:
-        rollout = engine.Rollout(cfg, Device("cpu", rank, rank, world, world), ".", [0])
-        rollout.start()
-        plan = rollout.destination.plan
-        rollout.destination.plan = lambda source, *_, **__: plan(source, 1500)  # several buckets
-        yield rollout, *trainers_weights()
-        rollout.close()
-    finally:
-        engine.EngineHost = real  # type: ignore[misc]
+    rollout = Rollout(cfg, Device("cpu", rank, rank, world, world), ".", [0], backend=Engine)
+    rollout.start()
+    plan = rollout.weight_sync.destination.plan
+    rollout.weight_sync.destination.plan = lambda source, *_, **__: plan(source, 1500)  # several buckets
+    yield rollout, *trainers_weights()
+    rollout.close()
 
 
 def trainers_weights() -> Any:
@@ -126,25 +133,25 @@ def whole(name: str) -> torch.Tensor:
 
 
 def holds_everything(rollout: Any) -> bool:
-    return all(torch.equal(getattr(rollout.host.model, n[0]).weight.data, whole(n)) for n in SHAPES)
+    return all(torch.equal(getattr(rollout.backend.model, n[0]).weight.data, whole(n)) for n in SHAPES)
 
 
 def checks(how: str) -> list[int]:
     """Number of comparisons after each of three updates."""
     with rollout_with(sync_verify=how) as (rollout, layout, mine):
-        compared, compare = [0], rollout._compare
+        compared, compare = [0], rollout.weight_sync.compare
         counts = []
 
         def counted(tensors: Any) -> None:
             compared[0] += 1
             compare(tensors)
 
-        rollout._compare = counted
+        rollout.weight_sync.compare = counted
         for _ in range(3):
             rollout.sync(layout, mine)
             assert holds_everything(rollout)
             counts.append(compared[0])
-        assert rollout.buckets.plan.rounds > 3
+        assert rollout.weight_sync.buckets.plan.rounds > 3
         return counts
 
 
@@ -157,7 +164,7 @@ def flipped(how: str) -> tuple[str, bool]:
     """A bit of the second bucket of rank 1 is wrong in the second update."""
     with rollout_with(sync_verify=how) as (rollout, layout, mine):
         rollout.sync(layout, mine)
-        fill = rollout.buckets.fill
+        fill = rollout.weight_sync.buckets.fill
 
         def faulty(tensors: Any) -> Any:
             for bucket in fill(tensors):
@@ -165,12 +172,12 @@ def flipped(how: str) -> tuple[str, bool]:
                     bucket.buffer[-1] ^= 1
                 yield bucket
 
-        rollout.buckets.fill = faulty
+        rollout.weight_sync.buckets.fill = faulty
         try:
             rollout.sync(layout, mine)
             return "", holds_everything(rollout)
         except RuntimeError as error:
-            assert rollout.stale and not rollout.restarts
+            assert rollout.weight_sync.stale and not rollout.restarts
             return str(error), holds_everything(rollout)
 
 
@@ -186,9 +193,8 @@ def dying(during: str, allowed: int) -> tuple[str, int, bool]:
     """The engine of rank 1 dies in the second update."""
     with rollout_with(sync_verify="always", engine_restarts=allowed) as (rollout, layout, mine):
         rollout.sync(layout, mine)
-        kept = rollout.host
         if rollout.device.rank == 1:
-            kept.die_in = during
+            rollout.backend.die_in = during
         try:
             rollout.sync(layout, mine)
             message = ""
@@ -196,13 +202,12 @@ def dying(during: str, allowed: int) -> tuple[str, int, bool]:
             message = str(error)
             with pytest.raises(RuntimeError, match="no valid weights"):
                 rollout.generate([], None)
-        assert (rollout.host is kept) == (rollout.device.rank == 0 or not allowed), "only the dead engine is replaced"
+        replaced = rollout.device.rank == 1 and allowed
+        assert rollout.backend.starts == (2 if replaced else 1), "only the dead engine is replaced"
         return message, rollout.restarts, holds_everything(rollout)
 
 
-@pytest.mark.parametrize(
-    "during", ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache", "collective_rpc"]
-)
+@pytest.mark.parametrize("during", ["begin_update", "take", "finish_update", "check_workers", "checksums"])
 def test_an_engine_that_dies_is_an_error_on_every_rank_or_is_replaced(during: str) -> None:
     for message, restarts, _ in worlds.run(2, dying, during, 0, timeout=200):
         assert message.startswith("rank 1: the vLLM engine died during") and restarts == 0

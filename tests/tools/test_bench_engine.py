@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
+from tools import bench_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def bench() -> Any:
-    if "bench_engine" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("bench_engine", ROOT / "tools" / "bench_engine.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules["bench_engine"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["bench_engine"])
-    return sys.modules["bench_engine"]
-
-
 def test_layouts_by_name() -> None:
-    parse = bench().parse_layout
+    parse = bench_engine.parse_layout
     assert parse("dp1") == (1, {})
     assert parse("dp2-tp2-sp-zero2") == (
         4,
@@ -40,20 +30,19 @@ def test_layouts_by_name() -> None:
 
 
 def test_padding_adds_tokens_and_nothing_else() -> None:
-    tool = bench()
     job = dict(model="", dtype="float32", sequences=16, prompt=4, median=10.0, longest=60)
-    packed, padded = (tool.make_batch(tool.Job("dp1", padded=p, **job), 100) for p in (False, True))
+    packed, padded = (bench_engine.make_batch(bench_engine.Job("dp1", padded=p, **job), 100) for p in (False, True))
     own = padded.mask != 0
     assert (padded.tokens[own] == packed.tokens).all() and (padded.advantages[own] == packed.advantages).all()
     assert (padded.weights[own] == packed.weights).all() and padded.weights[~own].sum() == 0
     lengths = packed.response_lengths
     assert (padded.response_lengths == lengths.max()).all() and padded.tokens.numel() > 1.5 * packed.tokens.numel()
-    assert tool.real_tokens(tool.Job("dp1", **job), padded) == 16 * 4 + int(lengths.sum())
+    assert bench_engine.real_tokens(bench_engine.Job("dp1", **job), padded) == 16 * 4 + int(lengths.sum())
 
 
 def test_plain_micro_batches_are_sorted_whole_and_within_the_budget() -> None:
     lengths = [5, 30, 7, 8, 29, 1, 30]
-    micros = bench().padded_micro_batches(lengths, 60)
+    micros = bench_engine.padded_micro_batches(lengths, 60)
     assert sorted(row for micro in micros for row in micro) == list(range(7))
     assert all(len(micro) * max(lengths[row] for row in micro) <= 60 for micro in micros)
     assert [lengths[row] for micro in micros for row in micro] == sorted(lengths, reverse=True)
@@ -84,13 +73,12 @@ def test_a_bad_layout_is_an_error(tmp_path: Path) -> None:
 def activation_bytes(layout: str) -> int:
     from rlscale.cluster.device import init_distributed
 
-    tool = bench()
     shape = dict(sequences=8, prompt=8, median=90.0, sigma=0.5, longest=160)
     model = tiny_model("llama", heads=4, kv_heads=4, layers=4, head_dim=32)
-    job = tool.Job(layout, model, "float32", layout=layout, one_row=True, **shape)
-    passes, _, engine = tool.build_engine(job, init_distributed("cpu"))
-    tool.count_tensors(passes, engine)  # what is made once
-    return int(tool.count_tensors(passes, engine)["activation_bytes"])
+    job = bench_engine.Job(layout, model, "float32", layout=layout, one_row=True, **shape)
+    passes, _, engine = bench_engine.build_engine(job, init_distributed("cpu"))
+    bench_engine.count_tensors(passes, engine)  # what is made once
+    return int(bench_engine.count_tensors(passes, engine)["activation_bytes"])
 
 
 def test_ulysses_divides_the_activations() -> None:

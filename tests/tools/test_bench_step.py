@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
-SPEC = importlib.util.spec_from_file_location("bench_step", Path(__file__).parents[2] / "tools" / "bench_step.py")
-assert SPEC is not None and SPEC.loader is not None
-bench_step = sys.modules["bench_step"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(bench_step)
+from tools import bench_step
+from tools.common import follow
 
 # a program whose child does the work: 200 MiB of memory, and half a second of CPU time before each of two lines
 PROGRAM = """
@@ -33,7 +30,7 @@ sys.exit(subprocess.run([sys.executable, "-c", child, sys.argv[1]]).returncode)
 
 def test_a_program_is_measured_with_its_children(tmp_path: Path) -> None:
     lines, log = tmp_path / "lines", tmp_path / "log"
-    seen, peak = bench_step.follow([sys.executable, "-c", PROGRAM, str(lines)], {}, lines, log, limit=60)
+    seen, peak = follow([sys.executable, "-c", PROGRAM, str(lines)], {}, lines, log, limit=60)
     (first_time, first_cpu, first), (second_time, second_cpu, second) = seen
     assert (first["step"], second["step"]) == (1, 2)
     assert second_time - first_time > 0.4
@@ -43,7 +40,7 @@ def test_a_program_is_measured_with_its_children(tmp_path: Path) -> None:
 
 def test_a_program_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="ended with status 3"):
-        bench_step.follow([sys.executable, "-c", "exit(3)"], {}, tmp_path / "lines", tmp_path / "log", limit=60)
+        follow([sys.executable, "-c", "exit(3)"], {}, tmp_path / "lines", tmp_path / "log", limit=60)
 
 
 def test_rates_are_ratios_of_totals_over_the_kept_steps() -> None:

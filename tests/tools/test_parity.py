@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlscale.cluster.device import free_port
-from tools import parity
-from tools.parity import Case, Difference
+from rlscale.testing.models import ARCHITECTURES
+from rlscale.testing.parity import cases, comparison, run
+from rlscale.testing.parity.cases import Case, Difference
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHIN = 240.0  # seconds for the command, on a machine that does other things too
@@ -77,21 +78,21 @@ def test_refusals_say_why_in_one_line(name: str) -> None:
 def test_a_model_that_cannot_be_is_refused_with_its_option(
     options: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert parity.main(options.split()) == 2
+    assert run.main(options.split()) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("refused: ") and all(word in line for word in words)
 
 
 def test_the_world_must_be_divisible() -> None:
-    from rlscale.train.support import refusals
+    from rlscale.config.layouts import refusals
 
-    [refusal] = refusals("actor", Case(tp=2, ulysses=2).parallel, 6, parity.spec_of(Case()))
+    [refusal] = refusals("actor", Case(tp=2, ulysses=2).parallel, 6, cases.spec_of(Case()))
     assert "4 does not divide the 6 processes" in refusal.message
 
 
 def test_every_combination_is_refused_or_shown() -> None:
-    shown = set(parity.matrix())
-    for case in parity.product():
+    shown = set(cases.matrix())
+    for case in cases.product():
         assert (case in shown) != bool(case.refused())
     for case in (
         Case(tp=2), Case(tp=4), Case(tp=2, sp=True), Case(pp=2), Case(pp=4), Case(tp=2, pp=2, sp=True),
@@ -102,33 +103,33 @@ def test_every_combination_is_refused_or_shown() -> None:
         names = ("tp", "pp", "ulysses", "dp", "sp", "zero") + (("kv",) if case.kv != 4 else ())
         layout = [getattr(case, name) for name in names]
         assert any([getattr(c, n) for n in names] == layout for c in shown), case
-    assert {c.arch for c in shown} == set(parity.ARCHITECTURES) and all(c.world <= 8 for c in shown)
+    assert {c.arch for c in shown} == set(ARCHITECTURES) and all(c.world <= 8 for c in shown)
 
 
 def test_readme_table_is_current() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert parity.readme(text) == text, "run: python tools/parity.py --readme README.md"
+    assert cases.readme(text) == text, "run: python tools/parity.py --readme README.md"
     with pytest.raises(ValueError, match="lacks the marks"):
-        parity.readme("no table")
+        cases.readme("no table")
 
 
 def test_random_layouts_are_supported_and_new() -> None:
-    cases = parity.draw(20, seed=1)
-    assert len(set(cases)) == 20 and not set(cases) & set(parity.matrix())
-    assert all(c.refused() is None and c.world <= 8 for c in cases)
-    assert cases == parity.draw(20, seed=1) != parity.draw(20, seed=2)
+    drawn = cases.draw(20, seed=1)
+    assert len(set(drawn)) == 20 and not set(drawn) & set(cases.matrix())
+    assert all(c.refused() is None and c.world <= 8 for c in drawn)
+    assert drawn == cases.draw(20, seed=1) != cases.draw(20, seed=2)
 
 
 def test_options_ask_for_the_case() -> None:
-    for case in parity.matrix():
-        args = parity.parse(case.options().split())
+    for case in cases.matrix():
+        args = run.parse(case.options().split())
         assert Case(**{f: getattr(args, f) for f in vars(case) if f != "dp"}) == replace(case, dp=1)
 
 
 def test_what_is_above_the_bound_or_no_number_is_different(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parity.report(Case(), [Difference("loss", 1e-6)])
+    assert run.report(Case(), [Difference("loss", 1e-6)])
     for value in (2e-5, math.nan, math.inf):
-        assert not parity.report(
+        assert not run.report(
             Case(), [Difference("loss", 1e-6), Difference("gradients", value, "model.norm.weight")]
         )
     assert "model.norm.weight" in capsys.readouterr().out
@@ -138,8 +139,8 @@ def test_relative_difference() -> None:
     import torch
 
     a, b = torch.tensor([1.0, -4.0, 0.5]), torch.tensor([1.0, -4.0, 0.9])
-    assert parity.relative(a, b) == pytest.approx(0.1)
-    assert parity.relative(a[2:], b[2:], 4.0) == pytest.approx(0.1)
+    assert comparison.relative(a, b) == pytest.approx(0.1)
+    assert comparison.relative(a[2:], b[2:], 4.0) == pytest.approx(0.1)
     nothing = torch.zeros(3)
-    assert parity.relative(nothing, nothing) == 0 and parity.relative(a, nothing) == math.inf
-    assert math.isnan(parity.relative(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 1.0])))
+    assert comparison.relative(nothing, nothing) == 0 and comparison.relative(a, nothing) == math.inf
+    assert math.isnan(comparison.relative(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 1.0])))

@@ -9,33 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlscale.batch.types import PackedBatch, Trajectory, pack
+from rlscale.batch.types import PackedBatch
 from rlscale.config.schema import OptimConfig, ParallelConfig
 from tests import worlds
 
 OPTIM = dict(lr=1e-3, eps=1e-4, weight_decay=0.01, grad_clip=0.05)
-
-
-def random_batch(vocab: int = 300, groups: int = 4, n: int = 3, seed: int = 0, longest: int = 12) -> PackedBatch:
-    """Ragged prompts and responses, some tokens masked out, random advantages and weights."""
-    g = torch.Generator().manual_seed(seed)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(4, vocab, (count,), generator=g).tolist()
-
-    out = []
-    for group in range(groups):
-        prompt = tokens(int(torch.randint(3, 9, (1,), generator=g)))
-        for sample in range(n):
-            size = 1 if (group, sample) == (0, 0) else int(torch.randint(1, longest, (1,), generator=g))
-            response = tokens(size)
-            mask = [int(x) for x in torch.rand(size, generator=g) > 0.2]
-            mask[-1] = 1
-            out.append(Trajectory(group, sample, prompt, response, mask, [0.0] * size, reward=float(sample)))
-    batch = pack(out)
-    batch.advantages = torch.randn(batch.tokens.numel(), generator=g)
-    batch.weights = torch.rand(batch.tokens.numel(), generator=g) * batch.mask / batch.mask.sum()
-    return batch
 
 
 def load_reference(folder: str, critic: bool = False) -> torch.nn.Module:
@@ -121,7 +99,7 @@ def run_engine(
     elif mutation == "loss-scale":
         engine._loss_scale = lambda micro_batches: 1
     elif mutation == "tied-sum":
-        engine._reduce_tied = lambda: None
+        engine.optimizer.reduce_tied = lambda: None
     before, entropy = engine.logprobs(batch, entropy=True)
     metrics = [engine.update(batch, policy_gradient) for _ in range(steps)]
     after, _ = engine.logprobs(batch)

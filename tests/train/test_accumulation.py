@@ -8,36 +8,27 @@ from unittest import mock
 import pytest
 import torch
 
-from rlscale.config.schema import OptimConfig, ParallelConfig
+from rlscale.testing.batches import random_batch
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
-from tests.train.test_engine import policy_gradient
+from tests.train.helpers import small_engine
+from tests.train.reference import policy_gradient
 
 ROUNDING = 2.0**-9  # of one number in bf16, relative
 
 
 def build(stage: int) -> Any:
     """An engine that makes a micro-batch of every response, with steps too small to change a bf16 weight."""
-    from rlscale.cluster.device import init_distributed
-    from rlscale.model.arch import ModelSpec
-    from rlscale.train.engine import Batching, Engine
-
-    folder = tiny_model("qwen2", tied=False, layers=2)
-    cut = Batching(max_tokens=None, max_sequences=1, share_prefix=False)
-    optim, layout = OptimConfig(lr=1e-12, grad_clip=0.0), ParallelConfig(zero_stage=stage)
-    spec, device = ModelSpec.from_hf(folder), init_distributed("cpu")
-    return Engine("actor", spec, folder, layout, optim, cut, device, dtype=torch.bfloat16)
+    cut = dict(max_tokens=None, max_sequences=1, share_prefix=False)
+    return small_engine(dict(zero_stage=stage), torch.bfloat16, optim=dict(lr=1e-12, grad_clip=0.0), **cut)
 
 
 def gradient(engine: Any, batch: Any) -> torch.Tensor:
     """[n] fp32: what AdamW is given for the master weights."""
-    from rlscale.train import zero
-
-    adamw = engine.engine.optimizer.optimizer
+    adamw = engine.optimizer.adamw
     with mock.patch.object(adamw, "step", wraps=adamw.step) as step:
         seen: list[torch.Tensor] = []
-        step.side_effect = lambda *_, **__: seen.extend(flat.grad.float().clone() for flat in zero.masters(engine))
+        flats = engine.optimizer.masters()
+        step.side_effect = lambda *_, **__: seen.extend(flat.grad.float().clone() for flat in flats)
         engine.update(batch, policy_gradient)
     return torch.cat(seen)
 

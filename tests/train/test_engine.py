@@ -1,7 +1,7 @@
 """The engine equals one process with transformers and AdamW, in every layout it supports.
 
-The comparison and the list of layouts are those of `tools/parity.py`; here run the ones that differ most, and with a
-mend taken out the comparison must fail.
+The comparison and the list of layouts are those of `rlscale.testing.parity`; here run the ones that differ most, and
+with a mend taken out the comparison must fail.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
+from rlscale.testing.parity import cases, comparison, reference, run
+from rlscale.testing.parity.cases import Case, Difference
 from tests import worlds
-from tests.train.reference import OPTIM, check, policy_gradient  # noqa: F401 (where other tests look for them)
-from tools import parity
-from tools.parity import Case
 
-BOUND = parity.BOUNDS["float32"]
+BOUND = run.BOUNDS["float32"]
 LAYOUTS = {
     "tied, prompts repeated": Case(tied=True, share_prefix=False),
     "dp2 zero2": Case(dp=2, zero=2, arch="mistral"),
@@ -43,16 +42,16 @@ LAYOUTS = {
 }
 
 
-def on_each_rank(case: Case, fault: str = "") -> dict[str, parity.Difference]:
+def on_each_rank(case: Case, fault: str = "") -> dict[str, Difference]:
     from rlscale.cluster.device import init_distributed
 
     prepare, patch = FAULTS[fault]() if fault else (None, nullcontext())
     with patch:
-        found = parity.compare(case, init_distributed("cpu"), prepare)
+        found = comparison.compare(case, init_distributed("cpu"), prepare)
     return {d.what: d for d in found}
 
 
-def differences(case: Case, fault: str = "") -> dict[str, parity.Difference]:
+def differences(case: Case, fault: str = "") -> dict[str, Difference]:
     return worlds.run(case.world, on_each_rank, case, fault)[0]
 
 
@@ -69,7 +68,7 @@ def test_layout_equals_one_process(name: str) -> None:
 
 DIVISIONS = {
     "one micro-batch": Case(budget=1000),
-    "a document fills the budget": Case(budget=parity.LONGEST),
+    "a document fills the budget": Case(budget=cases.LONGEST),
     "another order": Case(budget=64, order=3),
     "every response with its prompt": Case(budget=64, share_prefix=False),
     "uneven over 2 ranks": Case(dp=2, budget=52, share_prefix=False),
@@ -95,7 +94,7 @@ def micro_batches(case: Case) -> list[int]:
     from rlscale.batch.microbatch import plan_micro_batches
 
     plans = plan_micro_batches(
-        parity.draw_batch(case), case.dp, max_tokens=case.budget, max_sequences=None, share_prefix=case.share_prefix
+        reference.draw_batch(case), case.dp, max_tokens=case.budget, max_sequences=None, share_prefix=case.share_prefix
     )
     return [sum(rows.numel() > 0 for rows in plan) for plan in plans]
 
@@ -106,7 +105,7 @@ def test_the_batch_holds_what_goes_wrong() -> None:
     assert len(set(micro_batches(DIVISIONS["uneven over 4 ranks"]))) == 2
     for case in (FEW, *EIGHT.values()):
         assert case.groups > 1 or 0 in micro_batches(case)
-    batch = parity.draw_batch(Case())
+    batch = reference.draw_batch(Case())
     lengths = batch.prompt_lengths[batch.group] + batch.response_lengths
     assert int(lengths.max()) == Case().budget and 1 in batch.response_lengths and 1 in batch.prompt_lengths
     of_row = torch.repeat_interleave(torch.arange(batch.num_samples), batch.response_lengths)
@@ -127,17 +126,17 @@ def too_long(case: Case) -> list[str]:
 
     def prepare(engine: Any) -> None:
         before = {key: t.clone() for key, t in engine.tensors().items()}
-        batch = parity.draw_batch(case)
-        engine.batching = replace(engine.batching, max_tokens=parity.LONGEST // case.ulysses - 1)
-        for call in (lambda: engine.logprobs(batch), lambda: engine.update(batch, parity.objective, entropy=True)):
+        batch = reference.draw_batch(case)
+        engine.batching = replace(engine.batching, max_tokens=cases.LONGEST // case.ulysses - 1)
+        for call in (lambda: engine.logprobs(batch), lambda: engine.update(batch, reference.objective, entropy=True)):
             try:
                 call()
             except ValueError as error:
                 said.append(str(error))
         assert all(torch.equal(t, before[key]) for key, t in engine.tensors().items())
-        engine.batching = replace(engine.batching, max_tokens=parity.LONGEST)
+        engine.batching = replace(engine.batching, max_tokens=cases.LONGEST)
 
-    found = parity.compare(case, init_distributed("cpu"), prepare)  # the engine goes on unharmed
+    found = comparison.compare(case, init_distributed("cpu"), prepare)  # the engine goes on unharmed
     assert all(d.value <= BOUND for d in found), found
     return said
 
@@ -186,7 +185,7 @@ def _marks() -> tuple[Any, AbstractContextManager[Any]]:
 
 def _tied_sum() -> tuple[Any, AbstractContextManager[Any]]:
     def prepare(engine: Any) -> None:
-        engine._reduce_tied = lambda: None
+        engine.optimizer.reduce_tied = lambda: None
 
     return prepare, nullcontext()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlscale.config.schema import ParallelConfig
-from tests.tiny import tiny_model
-from tests.train.reference import check, random_batch
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
+from tests.train.reference import check
 
 LAYOUTS = {  # name: world, tp, pp, ulysses, sequence parallel, ZeRO stage, ep
     "dp2-zero2": (2, 1, 1, 1, False, 2, 1),

@@ -8,38 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from rlscale.config.schema import OptimConfig, ParallelConfig
+from rlscale.testing.batches import random_batch
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
-from tests.train.test_engine import OPTIM, policy_gradient
+from tests.train.helpers import small_engine
+from tests.train.reference import OPTIM, policy_gradient
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build(zero: int, dtype: str, role: str = "actor", train: bool = True, **parallel: Any) -> Any:
-    from rlscale.cluster.device import init_distributed
-    from rlscale.model.arch import ModelSpec
-    from rlscale.train.engine import Batching, Engine
-
-    folder = tiny_model("qwen2", tied=False, layers=2)
-    spec = ModelSpec.from_hf(folder)
-    return Engine(
-        role,
-        spec.as_critic() if role == "critic" else spec,
-        folder,
-        ParallelConfig(zero_stage=zero, **parallel),
-        OptimConfig(**OPTIM) if train else None,
-        Batching(max_tokens=48),
-        init_distributed("cpu"),
-        dtype=FLOATS[dtype],
-    )
+    optim = OPTIM if train else None
+    return small_engine(dict(zero_stage=zero, **parallel), FLOATS[dtype], role, optim=optim)
 
 
 def everything(engine: Any) -> list[torch.Tensor]:
-    from rlscale.train import offload
+    from rlscale.train.engine import KINDS
 
-    return [t for kind in offload.KINDS for t in offload.tensors_of(engine, kind)]
+    return [t for kind in KINDS for t in engine.tensors_of(kind)]
 
 
 def with_and_without(zero: int, dtype: str) -> dict[str, Any]:
@@ -60,7 +45,7 @@ def with_and_without(zero: int, dtype: str) -> dict[str, Any]:
             results[name].append(engine.logprobs(batch)[0].tolist())
             results[name].append(engine.update(batch, policy_gradient))
     moves.offload("optimizer")
-    partly = offload.device_bytes(offload.tensors_of(moves, "parameters"))
+    partly = offload.device_bytes(moves.tensors_of("parameters"))
     for engine in (stays, moves):
         engine.offload()  # ZeRO-3 then holds no gathered parameters, or both would have to hold the same ones
         engine.reload()
@@ -108,7 +93,7 @@ def after_an_update(zero: int, dtype: str) -> dict[str, float]:
     batch = random_batch()
     batch.values = batch.returns = batch.advantages
     engines = [build(zero, dtype), build(zero, dtype, "critic")]
-    out = {"weights": offload.device_bytes(offload.tensors_of(engines[0], "parameters"))}
+    out = {"weights": offload.device_bytes(engines[0].tensors_of("parameters"))}
 
     def value_loss(result: Any, micro: Any) -> Any:
         return ((result.values - micro.returns) ** 2 * micro.weights).sum(), {"tokens": micro.mask.sum()}
@@ -120,7 +105,7 @@ def after_an_update(zero: int, dtype: str) -> dict[str, float]:
             out[f"{turn} {engine.role}"] = live_bytes() - state
     for engine in engines:
         engine.offload("optimizer")
-    state = sum(offload.device_bytes(offload.tensors_of(e, "parameters")) for e in engines)
+    state = sum(offload.device_bytes(e.tensors_of("parameters")) for e in engines)
     hosts = sum(host.numel() for e in engines for _, host in e.host.away["optimizer"])
     out["optimizer away"] = live_bytes() - state - hosts
     gc.unfreeze()
@@ -137,9 +122,9 @@ def test_only_weights_and_optimizer_state_outlive_an_update(zero: int, dtype: st
 def keeps_gradients() -> dict[str, float]:
     from unittest import mock
 
-    from rlscale.train import offload
+    from rlscale.train.zero import ShardedOptimizer
 
-    with mock.patch.object(offload, "release_gradients", lambda _: None):
+    with mock.patch.object(ShardedOptimizer, "release_gradients", lambda _: None):
         return after_an_update(1, "bf16")
 
 
@@ -148,26 +133,27 @@ def test_gradients_that_stay_would_be_seen() -> None:
     assert rank["0 actor"] > rank["weights"]  # fp32 gradients of all weights
 
 
-def rest(**parallel: Any) -> dict[str, tuple[bool, bool]]:
-    """Of a trained actor and a frozen reference: are the parameters, is the optimizer on the device after rest()?"""
+def released(**parallel: Any) -> dict[str, tuple[bool, bool]]:
+    """Of a trained actor and a frozen reference: are the parameters, is the optimizer on the device afterwards?"""
     from rlscale.train import offload
+    from rlscale.train.engine import KINDS
 
     out = {}
     for role, train in (("actor", True), ("reference", False)):
         engine = build(1, "fp32", role, train, **parallel)
         if train:
             engine.update(random_batch(), policy_gradient)
-        engine.rest()
-        on = [offload.device_bytes(offload.tensors_of(engine, kind)) > 0 for kind in offload.KINDS]
+        engine.release_device()
+        on = [offload.device_bytes(engine.tensors_of(kind)) > 0 for kind in KINDS]
         engine.reload()
-        engine.rest(parameters=False)
-        on.append(offload.device_bytes(offload.tensors_of(engine, "parameters")) > 0)
+        engine.release_device(parameters=False)
+        on.append(offload.device_bytes(engine.tensors_of("parameters")) > 0)
         out[role] = tuple(on)
     return out
 
 
-def test_rest_does_what_the_keys_say() -> None:
-    assert worlds.run(1, rest)[0] == {"actor": (True, True, True), "reference": (True, False, True)}
-    assert worlds.run(1, rest, param_offload=True)[0]["reference"] == (False, False, True)
-    assert worlds.run(1, rest, param_offload=True)[0]["actor"] == (False, True, True)
-    assert worlds.run(1, rest, optimizer_offload=True)[0]["actor"] == (True, False, True)
+def test_releasing_the_device_does_what_the_keys_say() -> None:
+    assert worlds.run(1, released)[0] == {"actor": (True, True, True), "reference": (True, False, True)}
+    assert worlds.run(1, released, param_offload=True)[0]["reference"] == (False, False, True)
+    assert worlds.run(1, released, param_offload=True)[0]["actor"] == (False, True, True)
+    assert worlds.run(1, released, optimizer_offload=True)[0]["actor"] == (True, False, True)

@@ -9,13 +9,14 @@ import torch
 
 from rlscale.batch.types import PackedBatch
 from rlscale.checkpoint import Content, Retention, Saver, Shards, Store
-from rlscale.config.schema import OptimConfig, ParallelConfig
-from rlscale.train.engine import Batching, Engine
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
+from rlscale.train.engine import Engine
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
+from tests.train.helpers import make_engine, squared_error
+from tests.train.reference import OPTIM as COMMON
 
-OPTIM = OptimConfig(lr=1e-3, eps=1e-4, weight_decay=0.01, grad_clip=0.05, lr_scheduler="cosine", lr_warmup_steps=2)
+OPTIM = COMMON | dict(lr_scheduler="cosine", lr_warmup_steps=2)
 LAYOUTS = {  # name: world, layout
     "dp1": (1, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
@@ -39,26 +40,16 @@ def policy_gradient(out, micro):
     return (-out.logprobs * micro.advantages * micro.weights).sum(), {}
 
 
-def squared_error(out, micro):
-    return ((out.values - micro.advantages) ** 2 * micro.weights).sum(), {}
-
-
 def run_steps(
     model: str, layout: str, dtype: str, batches: list[PackedBatch], resume: str | None, save: str | None
 ) -> list[dict[str, float]]:
     """On every rank: an engine, continued from a checkpoint if there is one, takes a step for each batch."""
-    from rlscale.cluster.device import init_distributed
-    from rlscale.loop.checkpoint import engine_state, load_engine, model_states
-    from rlscale.model.arch import ModelSpec
+    from rlscale.loop.checkpoint import load_engine, model_states
 
     role, shape = MODELS[model]
     folder = tiny_model(**shape)
-    spec = ModelSpec.from_hf(folder)
-    engine = Engine(
-        role, spec.as_critic() if role == "critic" else spec, folder, ParallelConfig(**LAYOUTS[layout][1]), OPTIM,
-        Batching(max_tokens=48), init_distributed("cpu"), dtype=getattr(torch, dtype), total_steps=8,
-    )  # fmt: skip
-    engine.rest()
+    engine = make_engine(folder, LAYOUTS[layout][1], getattr(torch, dtype), role, optim=OPTIM, total_steps=8)
+    engine.release_device()
     if resume is not None:
         record = Store(resume).open(1)
         record.verify()
@@ -66,9 +57,9 @@ def run_steps(
     records = []
     for batch in batches:
         records.append(engine.update(batch, squared_error if role == "critic" else policy_gradient))
-        engine.rest()
+        engine.release_device()
     if save is not None:
-        Saver(Store(save), Retention()).save(1, Content(model_states({role: engine}), engine_state(engine)))
+        Saver(Store(save), Retention()).save(1, Content(model_states({role: engine}), engine.counters()))
     return records
 
 
@@ -136,11 +127,11 @@ def lossy_steps(*args) -> list[dict[str, float]]:
     """`run_steps` from a checkpoint of which one part is not put back."""
     from unittest import mock
 
-    from rlscale.train import zero
+    from rlscale.train.zero import ShardedOptimizer
 
     *args, lost = args
     if lost == "adam_step":
-        patch = mock.patch.object(zero, "set_optimizer_step", lambda *_: None)
+        patch = mock.patch.object(ShardedOptimizer, "adam_step", property(lambda _: 0, lambda *_: None))
     elif lost == "steps":
         patch = mock.patch.object(Engine, "steps", property(lambda _: 0, lambda *_: None), create=True)
     else:

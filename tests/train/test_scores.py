@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rlscale.batch.types import Trajectory, pack
-from rlscale.config.schema import ParallelConfig
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
+from tests.train.helpers import make_engine
 
 LAYOUTS = {
     "dp1": (1, {}),
@@ -62,15 +62,7 @@ def expected(folder: str, data: Any) -> torch.Tensor:
 
 
 def scored(folder: str, fields: dict[str, Any], data: Any, max_tokens: int) -> torch.Tensor:
-    from rlscale.cluster.device import init_distributed
-    from rlscale.model.arch import ModelSpec
-    from rlscale.train.engine import Batching, Engine
-
-    spec, device = ModelSpec.from_hf(folder), init_distributed("cpu")
-    engine = Engine(
-        "reward", spec, folder, ParallelConfig(**fields), None, Batching(max_tokens), device, dtype=torch.float32
-    )
-    return engine.scores(data)
+    return make_engine(folder, fields, role="reward", optim=None, max_tokens=max_tokens).scores(data)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlscale.config.schema import OptimConfig, ParallelConfig
+from rlscale.testing.batches import random_batch
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
+from tests.train.helpers import small_engine
+from tests.train.reference import OPTIM as COMMON
 
-OPTIM = dict(lr=1e-3, eps=1e-4, weight_decay=0.01, grad_clip=0.05, max_skipped_steps=2)
+OPTIM = COMMON | dict(max_skipped_steps=2)
 CASES = {  # name: world, TP, PP, ZeRO stage, dtype
     "dp2-zero1": (2, 1, 1, 1, torch.float32),
     "dp2-zero1-bf16": (2, 1, 1, 1, torch.bfloat16),
@@ -26,19 +26,10 @@ CASES = {  # name: world, TP, PP, ZeRO stage, dtype
 }
 
 
-def build(name: str, **optim: Any) -> Any:
-    from rlscale.cluster.device import init_distributed
-    from rlscale.model.arch import ModelSpec
-    from rlscale.train.engine import Batching, Engine
-
+def build(name: str) -> Any:
     _, tp, pp, zero, dtype = CASES[name]
-    layout = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=zero)
-    folder = tiny_model("qwen2", tied=False, layers=2)
-    config = OptimConfig(**OPTIM | optim)
-    device = init_distributed("cpu")
-    return Engine(
-        "actor", ModelSpec.from_hf(folder), folder, layout, config, Batching(max_tokens=24), device, dtype=dtype
-    )
+    layout = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=zero)
+    return small_engine(layout, dtype, optim=OPTIM, max_tokens=24)
 
 
 def loss_fn(out: Any, micro: Any) -> Any:
@@ -49,10 +40,8 @@ def loss_fn(out: Any, micro: Any) -> Any:
 
 def state(engine: Any) -> list[torch.Tensor]:
     """Copies of everything that a step changes: weights, fp32 masters, moments, the count of steps."""
-    from rlscale.train import zero
-
-    states = [tensor for _, tensors in zero.states(engine).values() for tensor in tensors.values()]
-    step = torch.tensor(zero.optimizer_step(engine))
+    states = [tensor for _, tensors in engine.state().values() for tensor in tensors.values()]
+    step = torch.tensor(engine.counters()["adam_step"])
     return [t.detach().clone() for t in (*engine.tensors().values(), *states, step)]
 
 

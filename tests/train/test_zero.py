@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlscale.config.schema import OptimConfig, ParallelConfig
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import load_reference, random_batch, reference_logprobs
-from tests.train.test_engine import OPTIM, policy_gradient
+from tests.train.helpers import make_engine
+from tests.train.reference import OPTIM, load_reference, policy_gradient, reference_logprobs
 
 LAYOUTS = {  # world, and fields of the layout
     "dp2-zero1": (2, dict(zero_stage=1)),
@@ -27,40 +27,21 @@ LAYOUTS = {  # world, and fields of the layout
 STEPS = 2
 
 
-def make_engine(folder: str, fields: dict[str, Any], dtype: torch.dtype, value_head: bool = False) -> Any:
-    from rlscale.cluster.device import init_distributed
-    from rlscale.model.arch import ModelSpec
-    from rlscale.train.engine import Batching, Engine
-
-    spec = ModelSpec.from_hf(folder)
-    return Engine(
-        "critic" if value_head else "actor",
-        spec.as_critic() if value_head else spec,
-        folder,
-        ParallelConfig(**fields),
-        OptimConfig(**OPTIM),
-        Batching(max_tokens=48),
-        init_distributed("cpu"),
-        dtype=dtype,
-    )
-
-
 def train_and_report(folder: str, fields: dict[str, Any], dtype: torch.dtype) -> tuple[int, dict[str, list[Any]], bool]:
     """On every rank: two updates; AdamW's step, this rank's slices of states, whether weights are rounded masters."""
     from rlscale.reshard.transport import region
-    from rlscale.train import zero
 
     engine, batch = make_engine(folder, fields, dtype), random_batch()
     for _ in range(STEPS):
         engine.update(batch, policy_gradient)
     shards: dict[str, list[Any]] = {}
-    for name, (layout, tensors) in zero.states(engine).items():
+    for name, (layout, tensors) in engine.state().items():
         mine = layout.of_rank(engine.device.rank)
         shards[name] = [(p.name, p.index, region(tensors[p.key], p).clone()) for p in mine]
     rounded = all(
-        torch.equal(part.of(part.flat).to(dtype), working(engine, part.fragment)) for part in zero._parts(engine)
+        torch.equal(part.of(part.flat).to(dtype), working(engine, part.fragment)) for part in engine.optimizer.parts()
     )
-    return zero.optimizer_step(engine), shards, rounded
+    return engine.optimizer.adam_step, shards, rounded
 
 
 def working(engine: Any, fragment: Any) -> Tensor:
@@ -129,26 +110,26 @@ def hand_over(folder: str, before: dict[str, Any], after: dict[str, Any], dtype:
     """Two updates under one layout, then its states in a fresh engine of another one, which makes the third."""
     from rlscale.reshard import execute_into, plan
     from rlscale.reshard.transport import region
-    from rlscale.train import zero
 
     batch = random_batch()
     old = make_engine(folder, before, dtype)
     for _ in range(STEPS):
         old.update(batch, policy_gradient)
     new = make_engine(folder, after, dtype)
-    assert zero.optimizer_step(new) == 0
-    source, target = zero.states(old), zero.states(new)
-    for name, (layout, tensors) in target.items():
+    assert new.optimizer.adam_step == 0
+    source = old.state()
+
+    def read(name: str, layout: Any, tensors: dict[str, Tensor]) -> None:
         execute_into(plan(source[name][0], layout, dtype=torch.float32), source[name][1], tensors)
-    zero.set_optimizer_step(new, zero.optimizer_step(old))
-    zero.after_load(new)
+
+    new.load_state(read, old.counters())
     same = torch.equal(new.logprobs(batch)[0], old.logprobs(batch)[0])
     norms = [engine.update(batch, policy_gradient)["grad_norm"] for engine in (old, new)]
     shards = {}
-    for name, (layout, tensors) in zero.states(new).items():
+    for name, (layout, tensors) in new.state().items():
         mine = layout.of_rank(new.device.rank)
         shards[name] = [(p.name, p.index, region(tensors[p.key], p).clone()) for p in mine]
-    return {"same": same, "norms": norms, "shards": shards, "step": zero.optimizer_step(new)}
+    return {"same": same, "norms": norms, "shards": shards, "step": new.optimizer.adam_step}
 
 
 HAND_OVERS = [  # by way of every layout of two ranks

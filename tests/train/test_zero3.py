@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from rlscale.config.schema import ParallelConfig
+from rlscale.testing.batches import random_batch
+from rlscale.testing.models import tiny_model
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.train.reference import random_batch
-from tests.train.test_engine import check, policy_gradient
-from tests.train.test_zero import make_engine
+from tests.train.helpers import make_engine, squared_error
+from tests.train.reference import check, policy_gradient
 
 TP, SP, ULYSSES = "tensor_model_parallel_size", "sequence_parallel", "ulysses_sequence_parallel_size"
 LAYOUTS = {  # name: world, fields of the layout, architecture, tied
@@ -48,15 +48,11 @@ def train_critic(folder: str) -> list[Any]:
     """Values before and after two updates, and gradient norms, under ZeRO-1 and ZeRO-3."""
     out: list[Any] = []
     for stage in (1, 3):
-        engine, batch = make_engine(folder, dict(zero_stage=stage), torch.float32, value_head=True), random_batch()
+        engine, batch = make_engine(folder, dict(zero_stage=stage), torch.float32, "critic"), random_batch()
         before = engine.values(batch)
         norms = [engine.update(batch, squared_error)["grad_norm"] for _ in range(2)]
         out.append((before, engine.values(batch), norms))
     return out
-
-
-def squared_error(out: Any, micro: Any) -> Any:
-    return ((out.values - micro.advantages).square() * micro.weights).sum(), {}
 
 
 def test_a_critic_equals_its_own_under_zero_1() -> None:

@@ -14,10 +14,10 @@ import threading
 import time
 
 MOMENTS = {
-    "rollout": ("rlscale.rollout.engine", "Rollout", "generate"),
+    "rollout": ("rlscale.rollout.rollout", "Rollout", "generate"),
     "scoring": ("rlscale.reward.pool", "RewardPool", "score"),
     "update": ("rlscale.train.engine", "Engine", "update"),
-    "sync": ("rlscale.rollout.engine", "Rollout", "sync"),
+    "sync": ("rlscale.rollout.rollout", "Rollout", "sync"),
     "save": ("rlscale.checkpoint.store", "Store", "begin"),
     "publish": ("rlscale.checkpoint.store", "Store", "publish"),
 }

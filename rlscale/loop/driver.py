@@ -1,0 +1,113 @@
+"""A run from its first step to its last, whatever its task: steps, validation, checkpoints, exports, stopping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlscale.cluster.device import Device
+from rlscale.loop import report
+from rlscale.loop.build import build
+from rlscale.loop.configure import Checked
+from rlscale.loop.export import export_folder, export_policy
+from rlscale.loop.run import Run
+from rlscale.loop.schedule import due, exports, saves
+from rlscale.loop.stopping import Stopped
+from rlscale.loop.tasks import load
+
+
+def train(checked: Checked, device: Device, started: float) -> str | None:
+    """Run the configured task to its end, or until it is asked to stop: then the state reached is saved, and the
+    reason is returned. Collective over the world; errors end the process with a message.
+
+    Args:
+        started: `time.monotonic` when the program began.
+    """
+    run = build(checked, load(checked.cfg.task), device, started)
+    run.watch.start()
+    try:
+        return Driver(run).run_until_stopped()
+    except Exception as error:
+        run.watch.failed(error)
+        raise
+    finally:
+        run.close()
+
+
+@dataclass
+class Driver:
+    """Takes the steps of a run."""
+
+    run: Run
+
+    def run_until_stopped(self) -> str | None:
+        """All that is left of the run; the reason where it was asked to stop before the end."""
+        run, state = self.run, self.run.state
+        began = state.step
+        try:
+            self.steps()
+        except Stopped as stop:
+            run.writer.flush()
+            saved = run.checkpoints.save_stopped(state, run.trained)
+            run.watch.state_saved()
+            if stop.by_limit and state.step == began:  # to start it again and again would never get anywhere
+                raise RuntimeError(
+                    f"{stop} before a step was finished, so the run would never go on; give it more"
+                ) from stop
+            what = f"nothing is saved ({'no step was finished' if state.step == 0 else 'trainer.save_freq -1'})"
+            run.progress.message(
+                f"stopped: {stop}; " + ("the same command with trainer.resume_mode=auto goes on" if saved else what)
+            )
+            return str(stop)
+        return None
+
+    def steps(self) -> None:
+        """Every step that is left, and what comes before the first and after the last.
+
+        Raises:
+            Stopped: as `_finish`.
+        """
+        run, state, trainer = self.run, self.run.state, self.run.cfg.trainer
+        last = state.step == run.total_steps
+        if trainer.val_before_train and state.step == 0:
+            self.run.task.validate(run, 0)
+        if state.unfinished is not None:
+            self._finish(state.step, state.unfinished, save=trainer.save_freq >= 0)  # at once: it is recorded now
+        elif run.resumed and exports(run.cfg, state.step, last) and not export_folder(run.cfg, state.step).exists():
+            self._export()  # the run ended between its checkpoint and this
+        for step in range(state.step + 1, run.total_steps + 1):
+            metrics = self.run.task.step(run, step)
+            self._finish(step, metrics, save=saves(run.cfg, step, step == run.total_steps))
+        run.checkpoints.wait()
+        report.finish(run)
+
+    def _finish(self, step: int, metrics: dict[str, float], save: bool) -> None:
+        """What comes after the updates of a step: validation, its record, checkpoint and export where they are due.
+
+        Raises:
+            Stopped: the run was asked to stop. In the validation: the metrics so far are in ``state.unfinished``, so
+                that the run that resumes validates and records the step as if nothing had happened.
+        """
+        run, state, trainer = self.run, self.run.state, self.run.cfg.trainer
+        last = step == run.total_steps
+        state.step, state.unfinished = step, metrics
+        if run.val and trainer.test_freq >= 0 and (last or due(step, trainer.test_freq)):
+            run.watch.raise_if_stopped()  # before engines that a launcher may have ended are used
+            metrics = metrics | self.run.task.validate(run, step)
+        state.unfinished = None
+        run.writer.log(step, metrics)
+        run.progress.step(step, metrics)
+        if save:
+            run.phase(step, "save")
+            run.writer.flush()  # what the checkpoint says has happened is on the disk before the checkpoint is
+            run.checkpoints.save(state, run.trained, metrics)
+        if exports(run.cfg, step, last):
+            self._export()
+        if not last:
+            run.watch.raise_if_stopped()
+
+    def _export(self) -> None:
+        run, step = self.run, self.run.state.step
+        run.phase(step, "export")
+        folder = export_policy(run.cfg, run.actor, step)
+        run.progress.message(f"exported the policy of step {step} to {folder}")
+        run.progress.restart_clock()

@@ -1,0 +1,139 @@
+"""The checkpoint that a run resumes from: found, compared with its checksums and with the configuration of today."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlscale.checkpoint import Damaged, Record, Store
+from rlscale.checkpoint.saver import RUN
+from rlscale.checkpoint.store import ABANDONED, read_record
+from rlscale.cluster.device import Device
+from rlscale.config import to_dict
+from rlscale.config.compare import check_config
+from rlscale.config.schema import Config
+
+
+def folder_of(cfg: Config) -> Path:
+    """Where the checkpoints of a run are."""
+    return Path(cfg.trainer.run_dir) / "checkpoints"
+
+
+@dataclass
+class ResumePoint:
+    """The checkpoint that a run resumes from, whole and checked.
+
+    Attributes:
+        in_place: it is one of the run's own folder, whose records go on; otherwise the run only starts from it.
+        messages: for the user.
+    """
+
+    record: Record
+    in_place: bool
+    messages: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.state: dict[str, Any] = self.record.json(RUN)
+
+    @property
+    def step(self) -> int:
+        return self.record.step
+
+
+def find(cfg: Config, device: Device) -> ResumePoint | None:
+    """The checkpoint to resume from as ``trainer.resume_mode`` says, every checksum compared; None: start anew.
+
+    That is the last one of the run's own folder (auto), or the one of ``resume_from_path`` (path, and auto while the
+    folder has none).
+
+    With ``auto`` a damaged checkpoint is archived with a message, and the one before it is taken. Collective.
+
+    Raises:
+        ValueError: the checkpoint of ``resume_from_path`` is not whole, or of several in ``auto`` none is; the
+            configuration is that of another run. On every rank.
+    """
+    if cfg.trainer.resume_mode == "disable":
+        return None
+    store, given = Store(folder_of(cfg)), cfg.trainer.resume_from_path
+    found, messages = _latest_whole(store, device) if cfg.trainer.resume_mode == "auto" else (None, [])
+    if found is not None:
+        resume = ResumePoint(read_record(found), True, messages)
+    elif given is not None:
+        path = Path(given).expanduser()
+        problem = _problem(path, device)
+        if problem is not None:
+            raise ValueError(f"trainer.resume_from_path: {problem}")
+        resume = ResumePoint(read_record(path), path.resolve().parent == store.root.resolve(), messages)
+    else:
+        return None
+    resume.messages += check_config(resume.state["config"], to_dict(cfg), resume.record.path)
+    return resume
+
+
+def _latest_whole(store: Store, device: Device) -> tuple[Path | None, list[str]]:
+    """The last checkpoint without fault; those after it that have one are renamed."""
+    on_first(device, store.clean)
+    messages: list[str] = []
+    while True:
+        steps = on_first(device, store.steps)
+        if not steps:
+            break
+        problem = _problem(store.path(steps[-1]), device)
+        if problem is None:
+            return store.path(steps[-1]), messages
+        aside = on_first(device, partial(store.set_aside, steps[-1]))
+        messages.append(f"WARNING: damaged checkpoint: {problem}; it is now {aside}, and the one before it is used")
+    damaged = on_first(device, lambda: sorted(map(str, store.root.glob("*.damaged"))))
+    if damaged:
+        raise ValueError(
+            "\n".join([*messages, f"trainer.resume_mode auto: no whole checkpoint is left in {store.root}, only "
+                       f"{', '.join(damaged)}; trainer.resume_mode=disable starts anew"])
+        )  # fmt: skip
+    return None, messages
+
+
+def archive_later(cfg: Config, point: ResumePoint, device: Device) -> None:
+    """Rename the later checkpoints of the folder when the user resumes from an earlier one; adds to ``messages``.
+
+    Collective.
+    """
+    if not point.in_place:
+        return
+    store = Store(folder_of(cfg))
+    later = on_first(
+        device, lambda: [store.set_aside(step, ABANDONED).name for step in store.steps() if step > point.step]
+    )
+    if later:
+        point.messages.append(f"later checkpoints are now {', '.join(later)}")
+
+
+def _problem(path: Path, device: Device) -> str | None:
+    """What is wrong with a checkpoint; every rank reads a share of its files, and all get the same answer."""
+    problem: str | None = None
+    try:
+        record = read_record(path)
+        record.verify(sorted(record.files)[device.rank :: device.world])
+    except Damaged as error:
+        problem = str(error)
+    everyone: list[Any] = [None] * device.world
+    dist.all_gather_object(everyone, problem)
+    return next((p for p in everyone if p is not None), None)
+
+
+def on_first(device: Device, action: Callable[[], Any]) -> Any:
+    """What the first rank's action returns, on every rank; an OSError there is a ValueError everywhere."""
+    box: list[Any] = [None, None]
+    if device.rank == 0:
+        try:
+            box[0] = action()
+        except OSError as error:
+            box[1] = f"trainer.run_dir: checkpoints cannot be read or moved: {error}"
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise ValueError(box[1])
+    return box[0]

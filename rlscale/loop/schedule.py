@@ -1,0 +1,53 @@
+"""How long a run is, in steps and in optimizer steps, and when something is due: arithmetic on the configuration."""
+
+from __future__ import annotations
+
+from rlscale.algo.needs import uses_critic
+from rlscale.batch.minibatch import num_mini_batches
+from rlscale.config.schema import Config
+from rlscale.train.schedule import warmup_steps
+
+
+def planned_steps(cfg: Config, prompts: int) -> int:
+    """Steps of the run: total_training_steps, or as many batches as total_epochs hold."""
+    per_epoch = prompts // cfg.data.train_batch_size
+    return cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
+
+
+def optimizer_steps(cfg: Config, steps: int) -> dict[str, int]:
+    """Optimizer steps of a run of so many steps, by role; the critic's sizes are the actor's where it has none."""
+    actor, critic, prompts = cfg.actor, cfg.critic, cfg.data.train_batch_size
+    size, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
+    counts = {"actor": steps * num_mini_batches(prompts, size, epochs)}
+    if uses_critic(cfg):
+        size, epochs = critic.ppo_mini_batch_size or size, critic.ppo_epochs or epochs
+        counts["critic"] = steps * num_mini_batches(prompts, size, epochs)
+    return counts
+
+
+def unreached_learning_rates(cfg: Config, steps: int) -> list[str]:
+    """What to say about learning rates that a run of so many steps never reaches."""
+    optim = {"actor": cfg.actor.optim, "critic": cfg.critic.optim}
+    return [
+        f"{role}.optim: the warm-up of {warmup_steps(optim[role], count)} optimizer steps is longer than the run "
+        f"({count}); the learning rate never reaches {optim[role].lr:g}"
+        for role, count in optimizer_steps(cfg, steps).items()
+        if warmup_steps(optim[role], count) > count
+    ]
+
+
+def due(step: int, freq: int) -> bool:
+    """Whether something that happens every ``freq`` steps (0, -1: never) happens after this one."""
+    return freq > 0 and step % freq == 0
+
+
+def saves(cfg: Config, step: int, last: bool) -> bool:
+    """Whether a checkpoint is due after this step."""
+    freq = cfg.trainer.save_freq
+    return freq >= 0 and (last or due(step, freq))
+
+
+def exports(cfg: Config, step: int, last: bool) -> bool:
+    """Whether an export is due after this step."""
+    when = cfg.trainer.export
+    return (when != "never" and last) or (when == "save" and saves(cfg, step, last))

@@ -1,0 +1,60 @@
+"""Held-out prompts: sampled, scored, and measured by data source."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+
+from rlscale.batch.types import Trajectory
+from rlscale.loop import report
+from rlscale.loop.exchange import exchange
+from rlscale.loop.run import Run
+from rlscale.rollout.sampling import Sampling
+
+
+def validate(run: Run, step: int) -> dict[str, float]:
+    """Sample and score the held-out prompts: mean, best and majority by data source."""
+    if run.val is None:
+        return {}
+    cfg, started = run.cfg, time.time()
+    r = cfg.rollout
+    sampling = Sampling(
+        n=r.val_n,
+        temperature=r.val_temperature,
+        top_p=r.val_top_p,
+        top_k=-1,
+        max_tokens=cfg.data.max_response_length,
+        seed=cfg.trainer.seed,
+    )
+    prompts = run.val.all()
+    run.phase(step, "validate")
+    mine = run.rollout.generate(prompts, sampling, run.pool)
+    run.watch.raise_if_stopped()
+    trajectories = exchange(mine, len(prompts) * r.val_n)
+    metrics = validation_metrics(trajectories, r.val_n)
+    metrics["timing_s/testing"] = time.time() - started
+    report.validation(run, step, trajectories, metrics)
+    return metrics
+
+
+def validation_metrics(trajectories: list[Trajectory], n: int) -> dict[str, float]:
+    """val/<source>/mean@n, and with n > 1 best@n (expected best) and maj@n (score of the most frequent answer text)."""
+    by_source: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
+    for t in trajectories:
+        by_source[t.data_source][t.prompt_index].append(t)
+    out: dict[str, float] = {}
+    for source, groups in sorted(by_source.items()):
+        scores = [t.reward for group in groups.values() for t in group]
+        out[f"val/{source}/mean@{n}"] = sum(scores) / len(scores)
+        if n > 1:
+            out[f"val/{source}/best@{n}"] = sum(max(t.reward for t in g) for g in groups.values()) / len(groups)
+            out[f"val/{source}/maj@{n}"] = sum(_majority(g) for g in groups.values()) / len(groups)
+    return out
+
+
+def _majority(group: list[Trajectory]) -> float:
+    answers = Counter(t.response_text.strip() for t in group)
+    top = max(answers.values())
+    winners = [a for a, count in answers.items() if count == top]
+    by_answer = {t.response_text.strip(): t.reward for t in group}
+    return sum(by_answer[a] for a in winners) / len(winners)

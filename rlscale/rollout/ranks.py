@@ -1,0 +1,84 @@
+"""The ranks of a run by their part in the rollout: leaders act on their engines, all ranks learn how it went."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from rlscale.config.schema import RolloutConfig
+from rlscale.rollout.sampling import Counter, LocalCounter
+
+if TYPE_CHECKING:
+    from rlscale.cluster.device import Device
+
+RPC_TIMEOUT_S = 300.0  # for calls to the engine other than generation
+_instances = itertools.count()
+
+
+class EngineError(RuntimeError):
+    """What the leaders did with their engines failed on some of them; raised on every rank."""
+
+
+class RolloutRanks:
+    """Rollout groups of ``tensor_model_parallel_size`` consecutive ranks each; the first of a group is its leader."""
+
+    def __init__(self, cfg: RolloutConfig, device: Device):
+        self.rank, self.tp = device.rank, cfg.tensor_model_parallel_size
+        self.is_leader, self.replicas = device.rank % self.tp == 0, device.world // self.tp
+        self.control: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.counter: Counter = LocalCounter()
+        name = f"rlscale/rollout{next(_instances)}"
+        if dist.is_initialized():
+            self._make_groups(timedelta(seconds=max(cfg.request_timeout_s, cfg.start_timeout_s) + RPC_TIMEOUT_S))
+            self.counter = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+    def _make_groups(self, limit: timedelta) -> None:
+        """Groups over CPU for waiting and short messages: NCCL would keep devices and cores busy while it waits."""
+        self.control = dist.new_group(backend="gloo", timeout=limit)
+        if self.tp > 1:
+            for leader in range(0, self.replicas * self.tp, self.tp):
+                group = dist.new_group(list(range(leader, leader + self.tp)), backend="gloo", timeout=limit)
+                if leader <= self.rank < leader + self.tp:
+                    self.group = group
+
+    def barrier(self) -> None:
+        """Wait for the other ranks of this rollout group."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def attempt(self, errors: list[Exception], step: Callable[..., object], *args: Any) -> None:
+        """A leader's step of several; after an error the rest is left out, while the ranks finish their exchange."""
+        if not self.is_leader or errors:
+            return
+        try:
+            step(*args)
+        except Exception as error:
+            errors.append(error)
+
+    def together(self, work: Callable[[], object], what: str) -> None:
+        """Let the leaders work and all ranks wait for them; raises EngineError on all ranks where one has failed."""
+        errors: list[Exception] = []
+        self.attempt(errors, work)
+        self.raise_together(errors, what)
+
+    def raise_together(self, errors: list[Exception], what: str) -> None:
+        """Raise EngineError on every rank where one of them has errors. Collective."""
+        everyone = [message for of_rank in gather([str(e) for e in errors], self.control) for message in of_rank]
+        if everyone:
+            text = str(errors[0]) if errors else everyone[0]
+            cause = errors[0] if errors else None
+            raise EngineError(text if "rank " in text else f"{what} failed: {text}") from cause
+
+
+def gather(value: Any, control: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's value, on every rank; a single process is a world of its own."""
+    if not dist.is_initialized():
+        return [value]
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value, group=control)
+    return out

@@ -1,0 +1,365 @@
+"""Generation and weight updates as all ranks of a run see them: `Rollout`.
+
+Ranks form rollout groups of ``tensor_model_parallel_size`` consecutive ranks. The first of a group, its leader, hosts
+an engine whose worker k runs on the device of rank leader + k. Leaders claim the prompts of a step from a common
+counter, so that a slow engine holds nobody back, and all responses to one prompt come from one engine, which then
+computes the prompt once. The other ranks wait, without using their core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlscale.batch.types import Trajectory
+from rlscale.cluster.device import say
+from rlscale.config.schema import Config
+from rlscale.reshard.layout import Layout
+from rlscale.rollout.backend import Backend, Output
+from rlscale.rollout.ranks import EngineError, RolloutRanks, gather
+from rlscale.rollout.sampling import Claims, FixedShare, Sampling, sample_seed
+from rlscale.rollout.trajectory import Sampler, sample_trajectory
+from rlscale.rollout.vllm.client import VllmBackend
+from rlscale.rollout.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from rlscale.cluster.device import Device
+    from rlscale.data.dataset import Prompt
+    from rlscale.reward.pool import RewardPool
+
+POLL_S = 0.5  # between looks at whether generation should be broken off
+Weights = tuple[Layout, Mapping[str, torch.Tensor]]
+Missing = list[tuple[int, list[int]]]  # prompts by their place in the step, each with the numbers of samples it lacks
+
+
+class Rollout:
+    """All methods but `close` and `begin_start` are collective over the world.
+
+    Args:
+        device: this process; a world of one needs no process group.
+        run_dir: the engines' output goes to ``engines/rank_*.log`` in it.
+        eos_ids: tokens that end a response; the one that did is its last token.
+        tokenizer: decodes responses; without one, and without a pool, their texts are empty.
+        weights: the trainer's layout and tensors now, for an engine that is replaced; None: those of the last `sync`.
+        interrupted: whether generation should be broken off.
+        sample: samples one trajectory.
+        backend: makes a leader's engine.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        device: Device,
+        run_dir: str | Path,
+        eos_ids: list[int],
+        tokenizer: Any = None,
+        *,
+        weights: Callable[[], Weights] | None = None,
+        interrupted: Callable[[], bool] | None = None,
+        sample: Sampler = sample_trajectory,
+        backend: Callable[[Config, Device, Path], Backend] = VllmBackend,
+    ):
+        self.cfg, self.device, self.eos_ids, self.tokenizer = cfg, device, tuple(eos_ids), tokenizer
+        self.weights, self.interrupted, self.sample = weights, interrupted or (lambda: False), sample
+        self.ranks = RolloutRanks(cfg.rollout, device)
+        self.is_leader, self.replicas = self.ranks.is_leader, self.ranks.replicas
+        log = Path(run_dir) / "engines" / f"rank_{device.rank}.log"
+        self.backend = backend(cfg, device, log) if self.is_leader else None
+        self.weight_sync = WeightSync(cfg.rollout, device, self.ranks, self.backend)
+        self.asleep = False
+        self.updated = False  # the engines have other weights than those of ``model.path``
+        self.calls = 0
+        self.restarts = self.resampled = 0  # engines replaced in this run, and samples that were lost with them
+        self.start_errors: list[Exception] = []
+        atexit.register(_close, weakref.ref(self))
+
+    def start(self) -> None:
+        """Start every engine and learn what slices its workers need.
+
+        Raises:
+            RuntimeError: on every rank, when an engine cannot start.
+        """
+        self.begin_start()
+        self.finish_start()
+
+    def begin_start(self) -> None:
+        """Begin to start this leader's engine, where memory allows it beside what comes next; not collective."""
+        self.ranks.attempt(self.start_errors, lambda: self._engine.begin_start())
+
+    def finish_start(self) -> None:
+        """Wait for the engines that have begun to start; raises as `start`."""
+        errors, self.start_errors = self.start_errors, []
+        self.ranks.attempt(errors, lambda: self._engine.finish_start())
+        self.ranks.raise_together(errors, "start")
+        self.weight_sync.describe()
+
+    def restart(self) -> None:
+        """Start new engines in the place of those that have died; all need `sync` before they generate again.
+
+        Raises:
+            RuntimeError: on every rank, when an engine cannot start.
+        """
+        self.restarts += 1
+        self.weight_sync.forget()
+        self.ranks.together(self._revive, "restart")
+        self.asleep = False
+        self.weight_sync.describe()
+
+    def _revive(self) -> None:
+        if self._engine.alive:
+            self._engine.wake()  # all are to be in the same state
+        else:
+            self._engine.begin_start()
+            self._engine.finish_start()
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        pool: RewardPool | None = None,
+    ) -> list[Trajectory]:
+        """Sample ``sampling.n`` responses to every prompt of the step's global list.
+
+        With a pool each response is scored as soon as it is complete, while others are still being generated. An engine
+        that dies or stalls is replaced (``rollout.engine_restarts`` times in a run), gets the weights of the last
+        update, and what it had not finished is sampled again, with the same seeds. A leader on which `interrupted` is
+        true breaks off and returns what is complete.
+
+        Returns:
+            This leader's share, in the order of prompts and samples; nothing on other ranks.
+
+        Raises:
+            RuntimeError: on every rank, when an engine dies or takes longer than ``rollout.request_timeout_s`` once too
+                often, and after an update of the weights that failed.
+        """
+        if self.weight_sync.stale or self.asleep:
+            raise RuntimeError("the engines have no valid weights (asleep, or an update failed): sync them first")
+        sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or self.eos_ids)
+        mine: list[Trajectory] = []
+        missing: Missing = [(index, list(range(sampling.n))) for index in range(len(prompts))]
+        while missing:
+            self.calls += 1
+            claims = self._claims(len(missing))
+
+            def work(missing: Missing = missing, claims: Claims | FixedShare = claims) -> None:
+                serve = self._serve(prompts, missing, sampling, pool, claims, mine)
+                self._engine.run(serve, self.cfg.rollout.request_timeout_s, "generation")
+
+            try:
+                self.ranks.together(work, "generation")
+                break
+            except EngineError as error:
+                if not self._replace_lost(error):
+                    break
+                if self.updated:
+                    assert self.weights is not None
+                    self.sync(*self.weights())
+                self.weight_sync.stale = False
+            missing = self._still_missing(missing, mine)
+        return sorted(mine, key=lambda t: (t.prompt_index, t.sample_index))
+
+    def _claims(self, total: int) -> Claims | FixedShare:
+        if self.cfg.trainer.deterministic:
+            return FixedShare(self.device.rank // self.ranks.tp, self.replicas, total)
+        return Claims(self.ranks.counter, f"claims{self.calls}", total)
+
+    def _still_missing(self, missing: Missing, mine: list[Trajectory]) -> Missing:
+        """What no rank has finished, the same list on all of them."""
+        shares = gather([(t.prompt_index, t.sample_index) for t in mine], self.ranks.control)
+        done = {key for share in shares for key in share}
+        rest = [(index, [i for i in numbers if (index, i) not in done]) for index, numbers in missing]
+        self.resampled += sum(len(numbers) for _, numbers in rest)
+        return [(index, numbers) for index, numbers in rest if numbers]
+
+    async def _serve(
+        self,
+        prompts: list[Prompt],
+        missing: Missing,
+        sampling: Sampling,
+        pool: RewardPool | None,
+        claims: Claims | FixedShare,
+        finished: list[Trajectory],
+    ) -> None:
+        """Claim prompts and sample them until none is left; responses that are complete (and scored) are ``finished``.
+
+        A replica holds at most its even share of the prompts at a time, and of these as many samples as the engine
+        decodes at once, with one prompt more in the engine's queue so that a free place is taken without a turn through
+        this process. With ``trainer.deterministic`` it gets its share before it begins.
+        """
+        r, n = self.cfg.rollout, sampling.n
+        room = max(n, min(r.max_num_seqs + n, -(-len(missing) // self.replicas) * n))
+        running: set[asyncio.Task[Trajectory]] = set()
+        scoring: list[asyncio.Task[None]] = []
+
+        def begin(count: int) -> set[asyncio.Task[Trajectory]]:
+            return {
+                asyncio.create_task(self._sample(prompts[index], index, i, sampling))
+                for index, numbers in (missing[claimed] for claimed in claims.take(count))
+                for i in numbers
+            }
+
+        async def complete(trajectory: Trajectory) -> None:
+            if pool is not None:
+                await _score(pool, prompts[trajectory.prompt_index], trajectory)
+            finished.append(trajectory)
+
+        try:
+            if self.cfg.trainer.deterministic:
+                running = await self._all_at_once(begin, len(missing))
+            while not self.interrupted():
+                while len(running) + n <= room and not claims.exhausted:
+                    running |= begin(max(1, min(r.prefetch_groups, (room - len(running)) // n)))
+                if not running:
+                    break
+                done, running = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                failed = [error for task in done if (error := task.exception())]
+                scoring += [asyncio.create_task(complete(t.result())) for t in done if not t.exception()]
+                if failed:
+                    raise failed[0]
+            if not self.interrupted():
+                await asyncio.gather(*scoring)
+        except Exception:
+            await asyncio.gather(*scoring, return_exceptions=True)  # what is complete need not be sampled again
+            raise
+        finally:
+            for unfinished in [*running, *scoring]:
+                unfinished.cancel()
+            await asyncio.gather(*running, *scoring, return_exceptions=True)
+
+    async def _all_at_once(
+        self, begin: Callable[[int], set[asyncio.Task[Trajectory]]], count: int
+    ) -> set[asyncio.Task[Trajectory]]:
+        """Begin with an engine that starts when it has everything, and has nothing cached.
+
+        What it decodes together then follows from the requests alone, and with it the last bits of their log-probs.
+        """
+        engine = self._engine
+        await engine.pause()
+        tasks = begin(count)
+        # a request counts from when it is on its way to the engine, which reads its requests in their order
+        while engine.waiting() < len(tasks) and not any(task.done() for task in tasks):
+            await asyncio.sleep(0)
+        await engine.resume()
+        return tasks
+
+    async def _sample(self, prompt: Prompt, index: int, number: int, sampling: Sampling) -> Trajectory:
+        asked = itertools.count()
+
+        async def generate(token_ids: Sequence[int], params: Sampling) -> Output:
+            return await self._engine.generate(f"{self.calls}-{index}-{number}-{next(asked)}", token_ids, params)
+
+        trajectory = await self.sample(prompt, sampling, sample_seed(sampling.seed, index, number), generate)
+        trajectory.prompt_index, trajectory.sample_index = index, number
+        if self.tokenizer is not None:
+            ids = trajectory.response_ids
+            trajectory.response_text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return trajectory
+
+    def sync(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Hand the trainer's weights to the engines, and forget what they have cached under the old ones.
+
+        Engines that died since the last update, or die in this one, are started again and take a whole update, up to
+        ``rollout.engine_restarts`` times in a run.
+
+        Args:
+            source: layout of the trainer's weights over all ranks.
+            tensors: this rank's buffers by key, as in the layout.
+
+        Returns:
+            ``rollout/sync_bytes`` that this rank's worker took over, ``rollout/sync_s``.
+
+        Raises:
+            ValueError: the source lacks a tensor that an engine needs, or has it in another shape.
+            RuntimeError: on every rank, when a worker did not take everything, holds something else than the trainer
+                (``rollout.sync_verify``), or has died; `generate` then refuses to run.
+        """
+        if self.weights is None:
+            self.weights = lambda: (source, tensors)
+        self.updated = True
+        started = time.perf_counter()
+        while True:
+            try:
+                self._update(source, tensors)
+                return self._sync_metrics(started)
+            except EngineError as error:
+                if not self._replace_lost(error):
+                    return self._sync_metrics(started)  # the step's record is to be that of any other run
+
+    def _replace_lost(self, error: EngineError) -> bool:
+        """Start new engines in the place of those that were lost, unless generation is to be broken off (a launcher
+        that ends a run ends the engines, too); says whether. Collective.
+
+        Raises:
+            EngineError: ``error``, where no engine was lost or ``rollout.engine_restarts`` is used up.
+        """
+        lost = self.backend is not None and not self.backend.alive
+        leaders = gather((lost, self.interrupted()), self.ranks.control)
+        if any(interrupted for _, interrupted in leaders):
+            return False
+        if not any(lost for lost, _ in leaders) or self.restarts >= self.cfg.rollout.engine_restarts:
+            raise error
+        if self.device.rank == 0:
+            say(f"warning: {error}; starting a new engine")
+        self.restart()
+        return True
+
+    def _sync_metrics(self, started: float) -> dict[str, float]:
+        taken = float(self.weight_sync.bytes_taken)
+        return {"rollout/sync_bytes": taken, "rollout/sync_s": time.perf_counter() - started}
+
+    def _update(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+        update = self.weight_sync
+        checked = update.check_due
+        update.send(source, tensors, checked)
+        self.asleep = False
+        if checked:
+            update.compare(tensors)
+        update.stale = False
+
+    def sleep(self) -> None:
+        """Give the engines' device memory to the trainer until the next `sync` (or `wake`).
+
+        On CUDA the weights are dropped too. On CPU nothing happens: vLLM has no sleep mode there, memory is shared
+        anyway, and to fault the cache's pages in again would cost more than they are worth.
+        """
+        if self.device.kind == "cuda" and not self.asleep:
+            self.ranks.together(lambda: self._engine.sleep(), "sleep")
+            self.asleep = True
+
+    def wake(self) -> None:
+        """Take the device memory back. Dropped weights only come back with `sync`, which wakes by itself."""
+        if self.asleep:
+            self.ranks.together(lambda: self._engine.wake(), "wake-up")
+            self.asleep, self.weight_sync.stale = False, True
+
+    def close(self) -> None:
+        """End this rank's engine and its processes. Not collective; safe after errors and when called again."""
+        if self.backend is not None:
+            self.backend.close()
+        self.weight_sync.buckets = None
+
+    @property
+    def _engine(self) -> Backend:
+        assert self.backend is not None, "only leaders have an engine"
+        return self.backend
+
+
+async def _score(pool: RewardPool, prompt: Prompt, trajectory: Trajectory) -> None:
+    score = await pool.score(prompt, trajectory.response_text)
+    trajectory.reward, trajectory.reward_failed = score.value, score.failed
+    trajectory.reward_error, trajectory.extra = score.error, dict(score.extra)
+
+
+def _close(reference: weakref.ref[Rollout]) -> None:
+    rollout = reference()
+    if rollout is not None:
+        rollout.close()

@@ -1,0 +1,314 @@
+"""A vLLM engine as its leader drives it (`rlscale.rollout.backend.Backend`): started in processes of its own, called
+from this process's event loop, ended.
+
+Everything its processes print goes to a file, whose last words are the reason when an engine does not start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlscale.config.schema import Config
+from rlscale.rollout.backend import Output
+from rlscale.rollout.ranks import RPC_TIMEOUT_S
+from rlscale.rollout.sampling import Sampling
+from rlscale.rollout.vllm.lifeline import Lifeline
+from rlscale.rollout.vllm.processes import end, family, last_error, redirected, shared_files
+from rlscale.rollout.vllm.settings import engine_arguments, environment, pinned_cores
+
+if TYPE_CHECKING:
+    from rlscale.cluster.device import Device
+
+T = TypeVar("T")
+
+POLL_S = 0.5  # between looks at whether the engine's processes live
+SPAWN_POLL_S = 0.01  # between looks at whether they have been started
+EXIT_TIMEOUT_S = 1.0  # for an engine to end by itself; nothing in it is worth waiting for
+
+
+class VllmBackend:
+    """One engine of ``tensor_model_parallel_size`` workers; lives on the first rank of its rollout group."""
+
+    def __init__(self, cfg: Config, device: Device, log: Path):
+        self.cfg, self.device, self.log = cfg, device, log
+        self.loop = asyncio.new_event_loop()
+        self.engine: Any = None
+        self.before: set[Any] = set()  # children of this process that are not the engine's
+        # set when the start has ended; a thread's own join() takes it for ended when a signal interrupts (bpo-45274)
+        self.starting: threading.Event | None = None
+        self.start_error: BaseException | None = None
+        self.processes: list[Any] = []
+        self.shared: set[Path] = set()  # what the engine's processes share in /dev/shm
+        self.stalled = False  # it did not answer in time
+        self.asleep = False
+
+    def begin_start(self) -> None:
+        """On CPU, start the engine's processes; a thread waits for them. They inherit variables and standard output
+        that this process has only until they exist, and the caller does nothing meanwhile.
+
+        On CUDA nothing happens yet: the engine takes the memory that the trainer's models give back when they are
+        loaded, and vLLM changes this process's variables until its workers run.
+        """
+        self.close()
+        self.loop, self.start_error, self.stalled, self.asleep = asyncio.new_event_loop(), None, False, False
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.before = set(multiprocessing.active_children())
+        if self.device.kind == "cpu":
+            self.starting = threading.Event()
+            with self._inherited():
+                threading.Thread(target=self._start, args=(self.starting,), name="engine start", daemon=True).start()
+                while not self.starting.is_set() and not self._started():
+                    time.sleep(SPAWN_POLL_S)
+
+    def finish_start(self) -> None:
+        """Wait until the engine has generated two tokens.
+
+        Raises:
+            RuntimeError: the engine does not start, with the last reason that it gave; nothing of it is left running.
+        """
+        if self.starting is None:
+            self._start()
+        else:
+            self.starting.wait()
+            self.starting = None
+        if (error := self.start_error) is None:
+            return
+        self.close()
+        if not isinstance(error, Exception):  # a signal
+            raise error
+        raise RuntimeError(
+            f"rank {self.device.rank}: vLLM cannot start: {error} (log: {self.log}; its settings are those of "
+            "rollout, rollout.engine_args among them)"
+        ) from error.__cause__
+
+    def _start(self, ended: threading.Event | None = None) -> None:
+        """Start to end; what goes wrong is kept in ``start_error``, as its reason."""
+        limit = self.cfg.rollout.start_timeout_s
+        watchdog = threading.Timer(limit, self._kill)
+        watchdog.daemon = True
+        watchdog.start()
+        started = time.monotonic()
+        try:
+            self.loop.run_until_complete(self._create())
+            self.processes = self._started()
+            self.loop.run_until_complete(self._unless_dead(self._warm_up()))
+            self.shared = set().union(*map(shared_files, self._family())) - shared_files(os.getpid())
+        except Exception as error:
+            late = time.monotonic() - started >= limit
+            reason = f"not ready after rollout.start_timeout_s = {limit:g} s" if late else self._reason(error)
+            self.start_error = RuntimeError(reason)
+            self.start_error.__cause__ = error
+        except BaseException as error:
+            self.start_error = error
+        finally:
+            watchdog.cancel()
+            if ended is not None:
+                ended.set()
+
+    @contextlib.contextmanager
+    def _inherited(self) -> Iterator[None]:
+        with environment(self.cfg, self.device), redirected(self.log):
+            yield
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # here errors are raised; the engine writes its own log
+
+    async def _create(self) -> None:
+        with contextlib.nullcontext() if self.starting else self._inherited():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            config = AsyncEngineArgs(**engine_arguments(self.cfg, self.device)).create_engine_config()
+            config.lifeline = Lifeline(os.getpid(), pinned_cores(self.cfg, self.device))
+            self.engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+    async def _warm_up(self) -> None:
+        """What fails only when tokens are generated (an unsupported head size) shall fail now."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+
+        params = SamplingParams(temperature=1.0, max_tokens=2, logprobs=0, seed=0, detokenize=False, ignore_eos=True)
+        async for _ in self.engine.generate(tokens_input([0, 0, 0]), params, request_id="warm-up"):
+            pass
+        await self.engine.reset_prefix_cache()
+        await self.engine.collective_rpc("rlscale_unlink_shared_memory")
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
+        """Run ``work`` to its end.
+
+        Raises:
+            RuntimeError: the engine died, failed or took longer than ``timeout`` seconds; names this rank.
+        """
+        rank = f"rank {self.device.rank}"
+        self.stalled = False
+        try:
+            self._check_alive()
+            return self.loop.run_until_complete(asyncio.wait_for(self._unless_dead(work), timeout))
+        except TimeoutError as error:
+            self.stalled = True
+            work.close()
+            raise RuntimeError(f"{rank}: {what} took more than {timeout:g} s") from error
+        except Exception as error:
+            work.close()
+            if self.engine is None or self.engine.errored or not self._alive():
+                reason = f"{self._reason(error)} (log: {self.log})"
+                raise RuntimeError(f"{rank}: the vLLM engine died during {what}: {reason}") from error
+            raise RuntimeError(f"{rank}: {what} failed: {type(error).__name__}: {error}") from error
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work``, which may never end when the engine dies: vLLM answers calls other than generation so."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
+                self._check_alive()
+            return task.result()
+        finally:
+            if task.cancel():  # let it clean up behind itself
+                await asyncio.wait({task}, timeout=EXIT_TIMEOUT_S)
+
+    async def generate(self, request: str, token_ids: Sequence[int], params: Sampling) -> Output:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        of_vllm = SamplingParams(
+            temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0),
+            max_tokens=params.max_tokens, seed=params.seed, stop_token_ids=list(params.stop_token_ids),
+            ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )  # fmt: skip
+        async for answer in self.engine.generate(tokens_input(token_ids), of_vllm, request_id=request):
+            output = answer.outputs[0]
+        return Output(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason or "abort")
+
+    async def pause(self) -> None:
+        await self.engine.pause_generation(mode="keep", clear_cache=True)
+
+    def waiting(self) -> int:
+        # a request counts from when it is on its way to the engine, which reads its requests in their order
+        return self.engine.get_num_unfinished_requests()
+
+    async def resume(self) -> None:
+        await self.engine.resume_generation()
+
+    def targets(self) -> list[list[dict[str, Any]]]:
+        return self._rpc("rlscale_targets")
+
+    def connect(self, mailboxes: list[dict[str, Any]]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._call("init_weight_transfer_engine", WeightTransferInitRequest(init_info={"workers": mailboxes}))
+        self._check_workers()
+
+    def begin_update(self, verify: bool) -> None:
+        if self.asleep:
+            self._call("wake_up", ["weights"])
+        self._rpc("rlscale_verify", verify)
+        self._call("start_weight_update")
+
+    def take(self, bucket: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._call("update_weights", WeightTransferUpdateRequest(update_info={"number": bucket}))
+
+    def finish_update(self) -> None:
+        self._call("finish_weight_update")
+        self._check_workers()
+        if self.asleep:
+            self._call("wake_up", ["kv_cache"])
+        if not self._call("reset_prefix_cache"):
+            raise RuntimeError("the prefix cache could not be reset")
+        self.asleep = False
+
+    def checksums(self) -> list[dict[str, int]]:
+        return self._rpc("rlscale_checksums")
+
+    def sleep(self) -> None:
+        self._call("sleep", 2)
+        self.asleep = True
+
+    def wake(self) -> None:
+        if self.asleep:
+            self._call("wake_up")
+            self.asleep = False
+
+    def _check_workers(self) -> None:
+        problems = [f"worker {k}: {p}" for k, p in enumerate(self._rpc("rlscale_update_problem")) if p]
+        if problems:
+            raise RuntimeError(f"rank {self.device.rank}: {'; '.join(problems)}")
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self.run(getattr(self.engine, method)(*args), RPC_TIMEOUT_S, method.replace("_", " "))
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `rlscale.rollout.vllm.worker.WorkerExtension` on every worker."""
+        return self._call("collective_rpc", method, None, args)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine can be called."""
+        return self._alive() and not self.engine.errored and not self.stalled
+
+    def close(self) -> None:
+        """End the engine's processes; kill those that do not end by themselves. May be called again."""
+        while self.starting is not None:  # without its processes it fails
+            self._kill()
+            if self.starting.wait(SPAWN_POLL_S):
+                self.starting, self.processes = None, self._started()
+        engine, self.engine = self.engine, None
+        members = self._family()
+        if engine is not None:
+            with contextlib.suppress(Exception), redirected(self.log):
+                engine.shutdown(timeout=EXIT_TIMEOUT_S)
+        if not self.loop.is_closed():
+            with contextlib.suppress(Exception):
+                pending = asyncio.all_tasks(self.loop)
+                for task in pending:
+                    task.cancel()
+                self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            self.loop.close()
+        end(self.processes, members)
+        for path in self.shared:  # left by processes that were killed
+            path.unlink(missing_ok=True)
+        self.processes, self.shared = [], set()
+
+    def _alive(self) -> bool:
+        return self.engine is not None and all(process.is_alive() for process in self.processes)
+
+    def _check_alive(self) -> None:
+        if not self._alive():
+            raise ProcessLookupError("EngineCore: a process of the engine has ended")
+
+    def _family(self) -> list[int]:
+        return [member for process in self.processes for member in family(process.pid)]
+
+    def _started(self) -> list[Any]:
+        """The engine's processes among the children of this one."""
+        children = set(multiprocessing.active_children()) - self.before
+        return [child for child in children if child.name.startswith("EngineCore")]
+
+    def _kill(self) -> None:
+        for process in self._started():
+            for pid in family(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _reason(self, error: BaseException) -> str:
+        """The last error in the engine's log; the exception itself where that says more than that an engine failed."""
+        text = f"{type(error).__name__}: {error}".strip()
+        if not re.search("Engine core initialization failed|EngineDeadError|EngineCore", text):
+            return " ".join(text.split())
+        with contextlib.suppress(OSError):
+            found = last_error(self.log.read_text(errors="replace"))
+            if found:
+                return found
+        return " ".join(text.split())
