@@ -27,8 +27,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 
-from rlscale.config import ConfigError, load  # imports nothing heavy: a misspelt key costs no time
-from rlscale.config.schema import Config
+from rlscale.config import ConfigError
+from rlscale.loop.configure import Checked, configure  # imports nothing heavy: a misspelt key costs no time
 
 
 def reward(text: str, answer: str) -> float:
@@ -69,7 +69,7 @@ def clipped_loss(low: float, high: float):
     return loss_fn
 
 
-def train(cfg: Config, device) -> list[float]:
+def train(checked: Checked, device) -> list[float]:
     """Run ``trainer.total_training_steps`` steps of GRPO; returns the mean reward of each step."""
     import torch.distributed as dist
 
@@ -77,17 +77,17 @@ def train(cfg: Config, device) -> list[float]:
     from rlscale.batch.weights import loss_weights
     from rlscale.data.dataset import PromptData
     from rlscale.data.tokenizers import eos_token_ids, load_tokenizer
-    from rlscale.loop.state import DTYPES, batching
-    from rlscale.model.arch import ModelSpec
-    from rlscale.rollout.engine import Rollout
+    from rlscale.loop.build import DTYPES, batching
+    from rlscale.rollout.rollout import Rollout
     from rlscale.rollout.sampling import Sampling
     from rlscale.train.engine import Engine
 
+    cfg = checked.cfg
     path, seed, steps = cfg.model.path, cfg.trainer.seed, cfg.trainer.total_training_steps or 10
     tokenizer = load_tokenizer(cfg.model)
     data = PromptData(cfg.data.train, cfg.data, tokenizer, cfg.data.train_batch_size, seed, cfg.data.shuffle)
     actor = Engine(
-        "actor", ModelSpec.from_hf(path), path, cfg.actor.parallel, cfg.actor.optim, batching(cfg.actor, cfg.actor),
+        "actor", checked.spec, path, cfg.actor.parallel, cfg.actor.optim, batching(cfg.actor, cfg.actor),
         device, dtype=DTYPES[cfg.model.dtype], temperature=cfg.rollout.temperature, total_steps=steps, seed=seed,
     )  # fmt: skip
     rollout = Rollout(cfg, device, cfg.trainer.run_dir, eos_token_ids(path, tokenizer), tokenizer)
@@ -140,10 +140,11 @@ if __name__ == "__main__":
     if len(arguments) < 2 or arguments[0] != "--yaml":
         sys.exit(__doc__)
     try:
-        config = load(arguments[1], arguments[2:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        checked = configure(arguments[1], arguments[2:], int(os.environ.get("WORLD_SIZE", "1")))
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    from rlscale.cluster.device import detect, init_distributed, prepare_process
+    from rlscale.cluster.device import init_distributed, prepare_process
 
-    prepare_process(detect(config.trainer.device))  # before torch is imported
-    train(config, init_distributed(config.trainer.device, config.trainer.collective_timeout_s))
+    trainer = checked.cfg.trainer
+    prepare_process(checked.kind)  # before torch is imported
+    train(checked, init_distributed(trainer.device, trainer.collective_timeout_s))
