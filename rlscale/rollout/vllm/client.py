@@ -76,8 +76,12 @@ class VllmBackend:
             self.starting = threading.Event()
             with self._inherited():
                 threading.Thread(target=self._start, args=(self.starting,), name="engine start", daemon=True).start()
-                while not self.starting.is_set() and not self._started():
-                    time.sleep(SPAWN_POLL_S)
+                try:
+                    while not self.starting.is_set() and not self._started():
+                        time.sleep(SPAWN_POLL_S)
+                except BaseException:  # a signal
+                    self.close()
+                    raise
 
     def finish_start(self) -> None:
         """Wait until the engine has generated two tokens.
