@@ -23,6 +23,7 @@ import pytest
 from rlscale.testing import models
 from tests import leftovers, worlds
 
+PROGRAMS = ("e2e", "rollout", "tools")  # folders whose tests start programs or engines
 STACKS_AFTER = 240.0  # seconds after which a test's stacks are printed (it goes on; pytest-timeout ends it)
 LEFTOVERS_WITHIN = 5.0  # seconds that processes and shared memory have to go away at the end
 
@@ -45,6 +46,19 @@ def world() -> Callable[..., list[object]]:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[leftovers.SESSION_MARK] = uuid.uuid4().hex
     config.stash[_shm_before] = leftovers.shm_files()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test has one tier: ``program`` by its folder, ``world`` where its module starts worlds, else ``unit``."""
+    for item in items:
+        module = getattr(item, "module", None)
+        if item.path.parent.name in PROGRAMS:
+            tier = "program"
+        elif "world" in getattr(item, "fixturenames", ()) or worlds in vars(module or object()).values():
+            tier = "world"
+        else:
+            tier = "unit"
+        item.add_marker(tier)
 
 
 @pytest.hookimpl(wrapper=True)
