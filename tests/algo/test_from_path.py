@@ -14,7 +14,7 @@ from rlscale.batch.weights import loss_weights
 from rlscale.config import Config, ConfigError, find_violations, load, save
 from rlscale.loop.objectives import actor_loss, contributing_rows
 from rlscale.reward import scorers, worker
-from tests.train.reference import random_batch
+from rlscale.testing.batches import random_batch
 
 ROOT = Path(__file__).parents[2]
 ESTIMATOR = "examples/new_estimator.py:median_baseline"
