@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import sys
 from importlib import import_module
-from pathlib import Path
 
 USAGE_ERROR = 2
 COMMANDS = {
@@ -36,19 +34,16 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do, see below")
         parser.parse_args([name])
     if name == "train":
+        from rlscale.loop.launch import main as train
+
         status = train(rest)
         if argv is not None:
             return status
         sys.stdout.flush()
         os._exit(status)  # as the launcher's program: to take torch and vLLM apart would only take seconds
-    command = import_module(f"rlscale.commands.{name}")
-    parser = argparse.ArgumentParser(
-        f"rlscale {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    command.add_arguments(parser)
-    args = parser.parse_args(rest)
+    args = parse(name, rest)
     try:
-        status = int(command.run(args))
+        status = int(import_module(f"rlscale.commands.{name}").run(args))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
@@ -59,10 +54,14 @@ def main(argv: list[str] | None = None) -> int:
         return USAGE_ERROR
 
 
-def train(argv: list[str]) -> int:
-    """What the launcher's program does on every rank, on this one."""
-    entry = runpy.run_path(str(Path(__file__).parents[1] / "launchers/train.py"))["main"]  # -> rlscale.loop.launch.main
-    return int(entry(argv))
+def parse(name: str, argv: list[str]) -> argparse.Namespace:
+    """The arguments of a command other than ``train``; wrong ones end the program with status 2."""
+    command = import_module(f"rlscale.commands.{name}")
+    parser = argparse.ArgumentParser(
+        f"rlscale {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.add_arguments(parser)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rlscale.checkpoint import Content, Retention, Saver, Shards, Store
+from rlscale.checkpoint import CheckpointData, Retention, Saver, Shards, Store
 from rlscale.checkpoint.shards import State, collect
-from rlscale.cluster.device import free_port
+from rlscale.cluster.process import free_port
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard.canonical import hf_shapes
 from rlscale.reshard.layout import Layout, Piece, whole
@@ -83,7 +83,7 @@ def measure(rank: int, args: argparse.Namespace, port: int, folder: str) -> None
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
     torch.set_num_threads(1)
     states = model_states(args.model, rank, args.ranks, args.states)
-    content = Content(states, {"step": 1})
+    content = CheckpointData(states, {"step": 1})
     values = torch.cat([t.reshape(-1) for t in collect(states, rank).tensors.values()])
     root = Path(folder)
     savers = {kind: Saver(Store(root / kind), Retention(keep_last=1), asynchronous=kind == "beside")
@@ -113,9 +113,9 @@ def measure(rank: int, args: argparse.Namespace, port: int, folder: str) -> None
 
 
 def load(store: Store, step: int, states: dict[str, State], rank: int) -> None:
-    record = store.open(step)
-    record.verify(sorted(record.files)[rank :: dist.get_world_size()])
-    shards = Shards(record)
+    manifest = store.open(step)
+    manifest.verify(sorted(manifest.files)[rank :: dist.get_world_size()])
+    shards = Shards(manifest)
     for state, (layout, buffers) in states.items():
         shards.read(state, layout.of_rank(rank), buffers)
 

@@ -38,7 +38,7 @@ from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 
-from rlscale.cluster.device import free_port
+from rlscale.cluster.process import free_port
 from rlscale.testing.models import tiny_model
 from tools.common import ROOT, alternate, memory, reset_peak, table
 
@@ -236,7 +236,8 @@ def build_plain(job: Job) -> tuple[Passes, int, Any]:
 
 def work(job: Job) -> None:
     """A worker: build, then run the passes each time that a line comes in, and answer with seconds and bytes."""
-    from rlscale.cluster.device import init_distributed, tune_malloc
+    from rlscale.cluster.device import init_distributed
+    from rlscale.cluster.process import tune_malloc
 
     if job.name in PLAIN:
         tune_malloc()

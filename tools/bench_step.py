@@ -29,8 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 
-from rlscale.cluster.device import free_port
-from rlscale.rollout.vllm.settings import MALLOC
+from rlscale.cluster.process import MALLOC, free_port
 from tools.common import alternate, follow
 
 

@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 TORCH="torch==2.13.0"
 LOCK="requirements/cpu.lock"
 STAMP=".venv/rlscale.stamp"
+STACK="import deepspeed, megatron.core, transformers.models.auto, vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker"
 
 fail() {
     echo "setup: $*" >&2
@@ -51,6 +52,10 @@ install() {
     echo "setup: installing $(grep -c '^[^#]' "$LOCK") pinned packages of $LOCK"
     "${pip[@]}" --no-deps --no-compile -r "$LOCK" || fail "could not install $LOCK (see above)"
     "${pip[@]}" --no-deps --no-build-isolation -e . || fail "could not install rlscale itself (see above)"
+    # --no-compile leaves out the bytecode of thousands of modules; what a run imports is compiled here, once, also where
+    # PYTHONDONTWRITEBYTECODE would have every process of every run do it again
+    PYTHONDONTWRITEBYTECODE='' DS_ACCELERATOR=cpu .venv/bin/python -c "$STACK" >/dev/null 2>&1 ||
+        fail "the installed stack does not import: .venv/bin/python -c '$STACK'"
 }
 
 main() {

@@ -9,7 +9,7 @@ on its way at a time, and its memory is used again for the next.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rlscale.checkpoint.shards import LAYOUT, Own, State, collect, file_of, snapshot, write_tensors
+from rlscale.checkpoint.shards import LAYOUT, RankShard, State, collect, file_of, snapshot, write_tensors
 from rlscale.checkpoint.store import Entry, Retention, Store, write_json
-from rlscale.cluster.collective import gather
+from rlscale.cluster.collective import on_each, on_first
 
 RUN = "run.json"
 
@@ -30,7 +30,7 @@ class SaveError(RuntimeError):
 
 
 @dataclass
-class Content:
+class CheckpointData:
     """What a checkpoint holds.
 
     Attributes:
@@ -72,7 +72,7 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.failure: str | None = None
 
-    def save(self, step: int, content: Content) -> None:
+    def save(self, step: int, content: CheckpointData) -> None:
         """Save; an asynchronous save waits for the one before it and starts its own.
 
         Raises:
@@ -106,58 +106,38 @@ class Saver:
         if failure is not None:
             raise SaveError(failure)
 
-    def _write(self, step: int, own: Own, content: Content) -> None:
-        """Write, publish and prune; what goes wrong is noted in ``failure``, the same on every rank."""
+    def _write(self, step: int, own: RankShard, content: CheckpointData) -> None:
+        """Every rank writes its files, the first one the rest; ``failure``, alike on all: what went wrong."""
+        folder, failed = self.store.partial(step), f"checkpoint {self.store.path(step)} could not be written"
+        together: Any = {"group": self.group, "raised": SaveError, "describe": self._describe}
         try:
-            self.failure = self._together(step, own, content)
+            on_first(lambda: self.store.begin(step), **together)
+            written = on_each(lambda: self._files(folder, own, content), **together)
+            on_first(lambda: self._publish(step, written, own, content), **together)
+            failed = f"checkpoint {self.store.path(step)} is complete, but older ones stay"
+            on_first(lambda: self.store.prune(self.retention), **together)
+        except SaveError as error:
+            self.failure = f"{failed}: {error}"
+            if self.rank == 0:
+                self.store.discard(step)
         except Exception as error:  # the other ranks cannot be reached
             self.failure = f"the checkpoint of step {step} was not completed: {type(error).__name__}: {error}"
 
-    def _together(self, step: int, own: Own, content: Content) -> str | None:
-        """Every rank writes its files, the first one the rest; returns what went wrong."""
-        folder = self.store.partial(step)
-        _, problem = self._first(lambda: self.store.begin(step))
-        if problem is None:
-            written, problem = self._each(lambda: self._files(folder, own, content))
-        if problem is None:
-            _, problem = self._first(lambda: self._publish(step, written, own, content))
-        if problem is None:
-            _, problem = self._first(lambda: self.store.prune(self.retention))
-            return problem and f"checkpoint {self.store.path(step)} is complete, but older ones stay: {problem}"
-        if self.rank == 0:
-            self.store.discard(step)
-        return f"checkpoint {self.store.path(step)} could not be written: {problem}"
+    def _describe(self, error: Exception) -> str:
+        what = error.strerror or error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return f"rank {self.rank}: {what}"
 
-    def _publish(self, step: int, written: list[dict[str, Entry]], own: Own, content: Content) -> None:
+    def _publish(self, step: int, written: list[dict[str, Entry]], own: RankShard, content: CheckpointData) -> None:
         folder = self.store.partial(step)
         files = {name: entry for of_rank in written for name, entry in of_rank.items()}
         files[LAYOUT] = write_json(folder / LAYOUT, own.layout)
         files[RUN] = write_json(folder / RUN, dict(content.run))
         self.store.publish(step, files, content.notes)
 
-    def _files(self, folder: Path, own: Own, content: Content) -> dict[str, Entry]:
+    def _files(self, folder: Path, own: RankShard, content: CheckpointData) -> dict[str, Entry]:
         """This rank's files."""
         tensors, values = file_of(self.rank), own_file(self.rank)
         return {
             tensors: write_tensors(folder / tensors, own.tensors),
             values: write_json(folder / values, dict(content.own)),
         }
-
-    def _first(self, action: Callable[[], Any]) -> tuple[Any, str | None]:
-        """The first rank acts; every rank has its result and its error."""
-        results, problem = self._each(action if self.rank == 0 else lambda: None)
-        return results[0], problem
-
-    def _each(self, action: Callable[[], Any]) -> tuple[list[Any], str | None]:
-        """Every rank acts; every rank has all results and the error of the lowest rank that failed."""
-        result: Any = None
-        problem: str | None = None
-        try:
-            result = action()
-        except OSError as error:
-            problem = f"rank {self.rank}: {error.strerror or error}"
-        except Exception as error:  # the others wait to be told
-            problem = f"rank {self.rank}: {type(error).__name__}: {error}"
-        everyone = gather((result, problem), self.group)
-        problems = [p for _, p in everyone if p is not None]
-        return [r for r, _ in everyone], problems[0] if problems else None

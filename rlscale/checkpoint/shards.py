@@ -8,7 +8,6 @@ and maps just those bytes.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor
 
 from rlscale.checkpoint.checksum import Checksum
-from rlscale.checkpoint.store import Damaged, Entry, Record
-from rlscale.reshard.layout import Box, Layout, Piece, intersect, subtract, volume, whole
-from rlscale.reshard.safetensors_io import TYPE_NAMES, TYPES
+from rlscale.checkpoint.store import Damaged, Entry, Manifest
+from rlscale.reshard.layout import Box, Layout, Piece, divide, intersect, subtract, volume, whole
+from rlscale.reshard.safetensors_file import TYPES, make_header, read_header
 from rlscale.reshard.transport import region
 
 LAYOUT = "layout.json"
@@ -53,7 +52,7 @@ def share_out(layout: Layout, load: dict[int, int] | None = None) -> list[Piece]
     out: list[Piece] = []
     for box, holders in sorted(_disjoint(layout), key=lambda entry: -volume(entry[0])):
         ranks = list({p.rank: p for p in reversed(holders)}.values())
-        parts = _divide(box, len(ranks)) if volume(box) >= SHARE_ELEMENTS else [box]
+        parts = divide(box, len(ranks)) if volume(box) >= SHARE_ELEMENTS else [box]
         for part in parts:
             writer = min(ranks, key=lambda p: (load.get(p.rank, 0), p.rank))
             load[writer.rank] = load.get(writer.rank, 0) + volume(part)
@@ -74,23 +73,15 @@ def _disjoint(layout: Layout) -> Iterator[tuple[Box, list[Piece]]]:
             taken.append(box)
 
 
-def _divide(box: Box, parts: int) -> list[Box]:
-    """Cut along the first dimension into nearly equal parts, at most one a row."""
-    (start, stop), rest = box[0], box[1:]
-    parts = min(parts, stop - start)
-    edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
-    return [((lo, hi), *rest) for lo, hi in zip(edges, edges[1:], strict=False)]
-
-
 @dataclass
-class Own:
+class RankShard:
     """What this rank writes: tensors by their names in its file, and the whole layout for `LAYOUT` (on every rank)."""
 
     tensors: dict[str, Tensor]
     layout: dict[str, Any]
 
 
-def collect(states: Mapping[str, State], rank: int) -> Own:
+def collect(states: Mapping[str, State], rank: int) -> RankShard:
     """This rank's share of the states. No copies: the tensors are views of the live buffers."""
     load: dict[int, int] = {}
     tensors: dict[str, Tensor] = {}
@@ -107,7 +98,7 @@ def collect(states: Mapping[str, State], rank: int) -> Own:
         for piece in pieces:
             if piece.rank == rank:
                 tensors[_key(state, piece.name, piece.index)] = region(buffers[piece.key], piece)
-    return Own(tensors, described)
+    return RankShard(tensors, described)
 
 
 def _key(state: str, name: str, index: Box) -> str:
@@ -135,15 +126,9 @@ def snapshot(tensors: Mapping[str, Tensor], memory: Tensor | None) -> tuple[dict
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
     """Write a safetensors file and flush it to the disk; at most two chunks are held besides the tensors."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in tensors.items():
-        stop = at + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}  # type: ignore[dict-item]
-        at = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)
+    head, _ = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, align=64)
     with _Output(path) as output:
-        output.write(memoryview(len(text).to_bytes(8, "little") + text))
+        output.write(memoryview(head))
         for tensor in tensors.values():
             for part in _chunks(tensor):
                 output.write(part)
@@ -216,11 +201,11 @@ class Shards:
         Damaged: from every method, where a file does not hold what the layout says.
     """
 
-    record: Record
+    manifest: Manifest
     opened: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.described: dict[str, Any] = self.record.json(LAYOUT)
+        self.described: dict[str, Any] = self.manifest.json(LAYOUT)
         self._layouts: dict[str, Layout] = {}
 
     @property
@@ -242,7 +227,7 @@ class Shards:
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """All tensors of one file, mapped and not read; writing into them changes memory only."""
         if rank not in self.opened:
-            self.opened[rank] = _mapped(self.record.path / file_of(rank))
+            self.opened[rank] = _mapped(self.manifest.path / file_of(rank))
         return self.opened[rank]
 
     def read(self, state: str, wanted: Iterable[Piece], into: Mapping[str, Tensor]) -> int:
@@ -254,7 +239,7 @@ class Shards:
         source, read = self.layout(state), 0
         for piece in wanted:
             if piece.name not in source.shapes:
-                raise ValueError(f"{self.record.path}: {state} of tensor {piece.name} is not in this checkpoint")
+                raise ValueError(f"{self.manifest.path}: {state} of tensor {piece.name} is not in this checkpoint")
             for box, [held, *_] in source.boxes[piece.name].items():
                 common = intersect(box, piece.index)
                 if common is not None:
@@ -266,24 +251,26 @@ class Shards:
     def _tensor(self, piece: Piece) -> Tensor:
         tensor = self.tensors(piece.rank).get(piece.key)
         if tensor is None or tuple(tensor.shape) != piece.shape:
-            raise Damaged(f"{self.record.path / file_of(piece.rank)}: lacks {piece.key} of shape {list(piece.shape)}")
+            raise Damaged(f"{self.manifest.path / file_of(piece.rank)}: lacks {piece.key} of shape {list(piece.shape)}")
         return tensor
 
 
 def _mapped(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file as views of its mapping."""
     try:
+        entries, data = read_header(path)
         with open(path, "rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        start = 8 + int.from_bytes(mapping[:8], "little")
-        header = json.loads(mapping[8:start])
-        header.pop("__metadata__", None)
-        out = {}
-        for name, entry in header.items():
-            dtype, shape, (lo, hi) = TYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            count = (hi - lo) // dtype.itemsize
-            flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + lo) if count else torch.empty(0)
+    except (OSError, ValueError) as error:
+        raise Damaged(str(error)) from error
+    out = {}
+    for name, (kind, shape, start, stop) in entries.items():
+        try:
+            count = (stop - start) // TYPES[kind].itemsize
+            flat = torch.empty(0)
+            if count:
+                flat = torch.frombuffer(mapping, dtype=TYPES[kind], count=count, offset=data + start)
             out[name] = flat.view(shape)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise Damaged(f"{path}: cannot be read as safetensors ({error})") from error
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise Damaged(f"{path}: tensor {name} of type {kind} cannot be read ({error})") from error
     return out

@@ -48,7 +48,7 @@ class Entry:
 
 
 @dataclass
-class Record:
+class Manifest:
     """A complete checkpoint: its files, and what was noted when it was made current."""
 
     path: Path
@@ -132,7 +132,7 @@ class Store:
         partial.mkdir(parents=True)
         return partial
 
-    def publish(self, step: int, files: Mapping[str, Entry], notes: Mapping[str, Any]) -> Record:
+    def publish(self, step: int, files: Mapping[str, Entry], notes: Mapping[str, Any]) -> Manifest:
         """Write the marker and make the folder current. All files must have been flushed.
 
         A checkpoint of the same step that is there already is replaced.
@@ -148,7 +148,7 @@ class Store:
         flush_folder(self.root)
         if replaced is not None:
             shutil.rmtree(replaced)
-        return Record(final, step, dict(files), dict(notes))
+        return Manifest(final, step, dict(files), dict(notes))
 
     def discard(self, step: int) -> None:
         """Remove an unfinished checkpoint."""
@@ -156,15 +156,15 @@ class Store:
 
     # ---- reading
 
-    def open(self, step: int) -> Record:
+    def open(self, step: int) -> Manifest:
         """The checkpoint of a step, its marker read and the sizes of its files compared.
 
         Raises:
-            Damaged: see `read_record`.
+            Damaged: see `read_manifest`.
         """
-        return read_record(self.path(step))
+        return read_manifest(self.path(step))
 
-    def complete(self) -> tuple[list[Record], list[str]]:
+    def complete(self) -> tuple[list[Manifest], list[str]]:
         """All checkpoints whose marker and file sizes are right, ascending; and what is wrong with the others."""
         whole, problems = [], []
         for step in self.steps():
@@ -194,7 +194,7 @@ class Store:
         if final.exists():
             return False
         try:
-            read_record(partial)
+            read_manifest(partial)
         except ValueError:
             return False
         partial.rename(final)
@@ -202,23 +202,18 @@ class Store:
 
     def set_aside(self, step: int, ending: str = DAMAGED) -> Path:
         """Take a checkpoint out of the way, so that it neither counts nor is looked at again."""
-        path = self.path(step)
-        target = path.with_name(path.name + ending)
-        if target.exists():
-            shutil.rmtree(target)
-        path.rename(target)
-        return target
+        return _take_away(self.path(step), ending)
 
     def prune(self, retention: Retention) -> list[int]:
         """Delete what the retention lets go, of the complete checkpoints; returns their steps."""
         whole, _ = self.complete()
-        gone = retention.superseded({record.step: record.notes.get("metrics", {}) for record in whole})
+        gone = retention.superseded({manifest.step: manifest.notes.get("metrics", {}) for manifest in whole})
         for step in gone:
             shutil.rmtree(_take_away(self.path(step)))
         return gone
 
 
-def read_record(path: Path) -> Record:
+def read_manifest(path: Path) -> Manifest:
     """The checkpoint in a folder of any name.
 
     Raises:
@@ -247,7 +242,7 @@ def read_record(path: Path) -> Record:
             raise Damaged(f"{path / name}: the file is missing") from None
         if size != entry.size:
             raise Damaged(f"{path / name}: has {size} bytes, {entry.size} were written")
-    return Record(path, int(content["step"]), files, content["notes"])
+    return Manifest(path, int(content["step"]), files, content["notes"])
 
 
 def checksum_of(path: Path) -> int:
@@ -282,9 +277,9 @@ def _digest(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _take_away(path: Path) -> Path:
-    """Rename a checkpoint that is to be deleted: it is at no time half there under its own name."""
-    target = path.with_name(path.name + DELETED)
+def _take_away(path: Path, ending: str = DELETED) -> Path:
+    """Rename a checkpoint, e.g. before it is deleted: it is at no time half there under its own name."""
+    target = path.with_name(path.name + ending)
     if target.exists():
         shutil.rmtree(target)
     path.rename(target)

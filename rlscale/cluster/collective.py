@@ -1,8 +1,12 @@
 """What every rank learns from every other: values, and errors. An error on one rank is an error on all.
 
-A rank that raised alone would leave the others waiting in the next collective operation. So each rank acts, all tell
-each other what came of it, and either every rank goes on or every rank raises. A single process without a process
-group is a world of its own. All functions here are collective over ``group`` (None: the world).
+A rank that raised alone would leave the others waiting in the next collective operation. A single process without a
+process group is a world of its own. All functions are collective over ``group`` (None: the world). Their arguments:
+
+    catch: errors of an action that are told to the others; any other is a fault of the program, raised on its rank.
+    describe: what the others are told of an error (picklable).
+    raised: makes the exception of every rank from the description of the first error, that of the lowest rank with one.
+        On a rank with an error of its own, that error is the cause.
 """
 
 from __future__ import annotations
@@ -10,13 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 T = TypeVar("T")
+Describe = Callable[[Exception], Any]
+Raised = Callable[[Any], Exception]
+Catch = type[Exception] | tuple[type[Exception], ...]
 
 
 def gather(value: T, group: Any = None) -> list[T]:
     """Every rank's value (picklable), on every rank, in the order of ranks."""
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         return [value]
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -25,31 +32,17 @@ def gather(value: T, group: Any = None) -> list[T]:
 
 
 def raise_on_all(
-    errors: Sequence[Exception], group: Any = None, *, raised: Callable[[str], Exception] = RuntimeError,
-    describe: Callable[[Exception], str] = str,
-) -> None:  # fmt: skip
-    """Raise on every rank if any rank has an error.
-
-    Args:
-        errors: of this rank; empty where all is well.
-        raised: makes the exception from the text of the first error (of the lowest rank that has one): a type, or a
-            function that adds what failed. On a rank with an error of its own that error is its cause.
-        describe: the text of an error.
-    """
-    texts = [text for of_rank in gather([describe(error) for error in errors], group) for text in of_rank]
-    if texts:
-        raise raised(texts[0]) from (errors[0] if errors else None)
+    errors: Sequence[Exception], group: Any = None, *, raised: Raised = RuntimeError, describe: Describe = str
+) -> None:
+    """Raise on every rank if any rank has errors; only the first of a rank counts."""
+    _raise_first(gather([describe(error) for error in errors[:1]], group), errors, raised)
 
 
 def on_each(
-    action: Callable[[], T], group: Any = None, *, catch: type[Exception] | tuple[type[Exception], ...] = Exception,
-    raised: Callable[[str], Exception] = RuntimeError, describe: Callable[[Exception], str] = str,
+    action: Callable[[], T], group: Any = None, *, catch: Catch = Exception, raised: Raised = RuntimeError,
+    describe: Describe = str,
 ) -> list[T]:  # fmt: skip
-    """Every rank acts; every rank has all results (picklable), or raises as `raise_on_all` does.
-
-    Args:
-        catch: errors that are told to the others; any other is raised on its rank alone, as a fault of the program.
-    """
+    """Every rank acts; every rank has all results (picklable), or raises."""
     result: Any = None
     errors: list[Exception] = []
     try:
@@ -57,25 +50,20 @@ def on_each(
     except catch as error:
         errors.append(error)
     everyone = gather((result, [describe(error) for error in errors]), group)
-    texts = [text for _, of_rank in everyone for text in of_rank]
-    if texts:
-        raise raised(texts[0]) from (errors[0] if errors else None)
+    _raise_first([told for _, told in everyone], errors, raised)
     return [result for result, _ in everyone]
 
 
 def on_first(
-    action: Callable[[], T], group: Any = None, *, first: int = 0,
-    catch: type[Exception] | tuple[type[Exception], ...] = Exception,
-    raised: Callable[[str], Exception] = RuntimeError, describe: Callable[[Exception], str] = str,
+    action: Callable[[], T], group: Any = None, *, first: int = 0, catch: Catch = Exception,
+    raised: Raised = RuntimeError, describe: Describe = str,
 ) -> T:  # fmt: skip
-    """What the action returns on one rank of the group (its first, or rank ``first`` of it), on every rank.
-
-    Its error is raised on every rank; see `on_each` for the arguments. The action runs on that rank only.
-    """
-    import torch.distributed as dist
-
-    def act() -> T | None:
-        return action() if not dist.is_initialized() or dist.get_rank(group) == first else None
-
-    results = on_each(act, group, catch=catch, raised=raised, describe=describe)
+    """What the action returns on one rank (``first`` of the group), on every rank; it runs on that rank only."""
+    here = not dist.is_initialized() or dist.get_rank(group) == first
+    results = on_each(lambda: action() if here else None, group, catch=catch, raised=raised, describe=describe)
     return results[first if dist.is_initialized() else 0]  # type: ignore[return-value]
+
+
+def _raise_first(told: list[list[Any]], errors: Sequence[Exception], raised: Raised) -> None:
+    for description in (description for of_rank in told for description in of_rank):
+        raise raised(description) from (errors[0] if errors else None)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import logging
 import os
-import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+from rlscale.cluster.process import free_port, tune_malloc
+
 _timeout: timedelta | None = None  # of collectives
-# glibc's mallopt(3) parameters
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 
 
 @dataclass(frozen=True)
@@ -54,22 +47,6 @@ class Device:
             torch.cuda.empty_cache()
 
 
-def tune_malloc() -> bool:
-    """Keep freed memory in the process (glibc only; True if it was done).
-
-    Training allocates and frees the same tensors every step. By default glibc maps each of them afresh, and the page
-    faults take a good part of the step on a CPU. The few largest (flat gradients, an embedding's gradient) are still
-    mapped and given back, because holes of their size would stay in the heap for good.
-    """
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
-    except (OSError, AttributeError):
-        return False
-    wanted = ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20), (M_ARENA_MAX, 1))
-    return min(libc.mallopt(*pair) for pair in wanted) == 1
-
-
 def prepare_process(kind: str) -> None:
     """Settings that must be in place before torch and DeepSpeed are imported."""
     cores = len(os.sched_getaffinity(0))
@@ -78,6 +55,8 @@ def prepare_process(kind: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # torch.compile takes the vector instructions that the processor names; to try them out takes 2 s
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         tune_malloc()
 
 
@@ -133,13 +112,13 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, determinis
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(free_port())
-    rank, world, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = launched_as(kind)
     if kind == "cpu":
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(device.local_rank)
     quiet_libraries()
     import deepspeed
 
@@ -162,6 +141,12 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, determinis
             ) from error
     elif not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
+    return device
+
+
+def launched_as(kind: str) -> Device:
+    """This process as the launcher describes it, whether it has joined its world or not."""
+    rank, world, local = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     return Device(kind=kind, rank=rank, local_rank=local, world=world, local_world=local_world())
 
 
@@ -183,62 +168,6 @@ def quiet_libraries() -> None:
     bf16.see_memory_usage = lambda *_, **__: None  # prints at every construction, whatever the level
 
 
-def say(text: str) -> None:
-    """Print a line on standard error; a reader that has ended (``| tee``) is no reason for the run to fail."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def leave() -> None:
-    """End this process at once, as after a SIGTERM."""
-    os._exit(143)
-
-
-#: what to do when the launcher has ended
-on_launcher_end: Callable[[], None] = leave
-
-
-def follow_launcher(interval_s: float = 1.0) -> None:
-    """End this process when DeepSpeed's runner is gone (or whatever `on_launcher_end` says by then).
-
-    The runner starts a launcher, which starts the ranks. A SIGTERM (scheduler, ``timeout``) ends only the runner, and
-    the launcher with all its ranks would train on unseen.
-    """
-    launcher = os.getppid()
-    if "deepspeed.launcher.launch" not in _process(launcher, "cmdline"):
-        return
-    runner = _parent(launcher)
-
-    def watch() -> None:
-        while os.getppid() == launcher and _parent(launcher) == runner:
-            time.sleep(interval_s)
-        say("warning: the launcher has ended; so will this rank")
-        on_launcher_end()
-
-    threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
-
-
-def _process(pid: int, what: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{what}").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _parent(pid: int) -> str:
-    """Parent of a process, as /proc shows it; empty when the process is gone."""
-    fields = _process(pid, "stat").rpartition(")")[2].split()
-    return fields[1] if fields else ""
-
-
 def local_world() -> int:
     """Ranks on this machine, as torchrun (LOCAL_WORLD_SIZE) or DeepSpeed's launcher (LOCAL_SIZE) says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE", "1"))
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

@@ -20,15 +20,16 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
     import torch
 
     from rlscale.checkpoint import Shards
-    from rlscale.checkpoint.store import read_record
-    from rlscale.model.arch import ModelSpec, folder_problem, resolve_folder
+    from rlscale.checkpoint.store import read_manifest
+    from rlscale.config.paths import folder_problem, resolve_folder
+    from rlscale.model.arch import ModelSpec
     from rlscale.reshard.canonical import hf_shapes
+    from rlscale.reshard.hf_export import export_hf
     from rlscale.reshard.layout import Layout, Piece
-    from rlscale.reshard.safetensors_io import export_hf
 
-    record = read_record(checkpoint)
-    record.verify()
-    shards, config = Shards(record), record.json("run.json")["config"]
+    manifest = read_manifest(checkpoint)
+    manifest.verify()
+    shards, config = Shards(manifest), manifest.json("run.json")["config"]
     state = f"{role}/master"
     if state not in shards.states:
         roles = sorted({name.partition("/")[0] for name in shards.states})
@@ -53,7 +54,7 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
         reference_folder=folder,
         dtype=getattr(torch, dtype or config["model"]["dtype"]),
     )
-    print(f"{role} of step {record.step} written to {out}")
+    print(f"{role} of step {manifest.step} written to {out}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

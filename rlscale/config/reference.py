@@ -1,13 +1,14 @@
 """The reference file `yamls/reference.yaml`, written from the schema: every key with its default, unit and bounds.
 
     python -m rlscale.config.reference > yamls/reference.yaml
-    python -m rlscale.config.reference --readme README.md      # and the table of the README
+    python -m rlscale.config.reference --page docs/configuration.md README.md   # and the tables of these pages
 
-A test checks that both are what this module writes.
+Tests check that all are what this module writes.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 import typing
@@ -21,7 +22,9 @@ import yaml
 from rlscale.config.schema import Config
 
 WIDTH = 120
-TABLE_MARKS = ("<!-- table of all keys, made by python -m rlscale.config.reference -->", "<!-- end of the table -->")
+ALL_KEYS = "<!-- table of all keys, made by python -m rlscale.config.reference -->"
+SOME_KEYS = "<!-- table of some keys, made by python -m rlscale.config.reference -->"
+TABLE_MARKS, TABLE_END = (ALL_KEYS, SOME_KEYS), "<!-- end of the table -->"
 HEAD = """\
 Every key of rlscale, with its default. A file of your own holds only what differs; it may start from another file
 with `base: other.yaml` (a path relative to the file), and any key can be set on the command line: section.key=value.
@@ -40,13 +43,26 @@ def table(prefix: str = "") -> list[tuple[str, str, str]]:
     return list(_rows(Config, Config(), "", prefix))
 
 
-def readme(text: str) -> str:
-    """A README's text with the table between its two marks made anew."""
-    head, _, rest = text.partition(TABLE_MARKS[0])
-    _, _, tail = rest.partition(TABLE_MARKS[1])
-    rows = [("key", "default", "meaning"), ("---", "---", "---"), *((f"`{k}`", f"`{v}`", h) for k, v, h in table())]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return head + TABLE_MARKS[0] + "\n" + "\n".join(lines) + "\n" + TABLE_MARKS[1] + tail
+def page(text: str) -> str:
+    """A page's text with its table of keys made anew: of every key, or of those that its table names already.
+
+    Raises:
+        ValueError: the page has no table of keys between the two marks, or names a key that does not exist.
+    """
+    mark = next((mark for mark in TABLE_MARKS if mark in text), "no mark")
+    head, found, rest = text.partition(mark)
+    current, end, tail = rest.partition(TABLE_END)
+    if not found or not end:
+        raise ValueError(f"the page lacks {' or '.join(TABLE_MARKS)} with {TABLE_END} after it")
+    rows = {key: (f"`{key}`", f"`{default}`", meaning) for key, default, meaning in table()}
+    if mark == SOME_KEYS:
+        named = re.findall(r"^\| `([\w.]+)` \|", current, re.MULTILINE)
+        if unknown := [key for key in named if key not in rows]:
+            raise ValueError(f"the page names keys that do not exist: {', '.join(unknown)}")
+        rows = {key: rows[key] for key in named}
+    cells = [("key", "default", "meaning"), ("---", "---", "---"), *rows.values()]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+    return "\n".join([head + mark, *lines, TABLE_END + tail])
 
 
 def _rows(cls: type, values: Any, path: str, prefix: str) -> Iterator[tuple[str, str, str]]:
@@ -113,8 +129,8 @@ def _scalar(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--readme"]:
-        path = Path(sys.argv[2])
-        path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
+    if sys.argv[1:2] == ["--page"]:
+        for path in map(Path, sys.argv[2:]):
+            path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(reference(), end="")

@@ -6,7 +6,6 @@ support is refused here, with the reason, so that it never becomes a hang or a w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any, Protocol
 from rlscale.config import functions
 from rlscale.config.algorithms import Algorithm, Registries, choose
 from rlscale.config.layouts import divisors, listed, refusals
+from rlscale.config.paths import is_hub_name
 from rlscale.config.schema import ActorConfig, Config, CriticConfig, ParallelConfig, SourceConfig
 
-#: folders under which this project keeps its own files; a path below them is never a hub name
-LOCAL_FOLDERS = ("models", "runs", "checkpoints", "data", "outputs")
 LOGGERS = ("jsonl", "tensorboard")
 
 
@@ -169,14 +167,6 @@ def _models(c: Config, critic: bool) -> Iterator[Violation]:
         yield Violation(
             ("model.chat_template",), f"model.chat_template: {template!r} is neither a Jinja template nor a file"
         )
-
-
-def is_hub_name(name: str) -> bool:
-    """True where a model is to be looked up on the hub: ``name`` or ``org/name`` that is not meant as a local path."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
-        return False
-    first, slash, _ = name.partition("/")
-    return not (slash and (first in LOCAL_FOLDERS or Path(first).exists()))
 
 
 def _data(c: Config) -> Iterator[Violation]:

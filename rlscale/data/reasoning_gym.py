@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import warnings
 from typing import Any
 
 from rlscale.data.tasks import RawPrompt
 
 INSTRUCTION = "\n\nPut the final answer between <answer> and </answer>."
+
+
+def package() -> Any:
+    """reasoning_gym, imported where a source asks for it and without its own SyntaxWarnings on the terminal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+    return reasoning_gym
 
 
 def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[RawPrompt]:
@@ -21,10 +30,11 @@ def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[RawPro
         ValueError: the package is missing, no such task, or parameters it refuses.
     """
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        reasoning_gym = package()
     except ModuleNotFoundError as error:
         raise ValueError("reasoning_gym sources need the package: pip install reasoning-gym") from error
+    from reasoning_gym.factory import DATASETS
+
     if name not in DATASETS:
         near = ", ".join(difflib.get_close_matches(name, DATASETS, 3))
         raise ValueError(f"reasoning_gym has no task {name!r}" + (f": did you mean {near}?" if near else ""))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rlscale.config.paths import is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlscale.config.schema import ModelConfig
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tekken.json")
 
 
@@ -46,8 +46,7 @@ def _load(key: str, name: str) -> Any:
         from rlscale.data.sentencepiece_model import SentencePieceTokenizer
 
         return SentencePieceTokenizer.load(model)
-    # `models/typo` looks like a hub name, but is meant for the folder beside the working directory's other models
-    if not path.is_dir() and (not _HUB_NAME.fullmatch(name) or ("/" in name and path.parent.is_dir())):
+    if not path.is_dir() and not is_hub_name(name):
         raise ValueError(f"{key}: no folder {name}")
     from transformers import AutoTokenizer
 

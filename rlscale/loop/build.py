@@ -24,13 +24,14 @@ from rlscale.loop.tasks import Task
 from rlscale.observe.progress import Progress
 from rlscale.observe.writers import RunWriter
 from rlscale.reward.pool import RewardPool, targets_of
+from rlscale.rollout.backend import Backend
 from rlscale.rollout.rollout import Rollout
 from rlscale.train.engine import Batching, Engine
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def build(checked: Checked, task: Task, device: Device, started: float) -> Run:
+def build(checked: Checked, task: Task, device: Device, started: float, engine: Backend | None) -> Run:
     """Load data and models, start the engines, resume from a checkpoint if there is one to resume from.
 
     Collective; raises before anything trains if a part does not fit.
@@ -50,7 +51,7 @@ def build(checked: Checked, task: Task, device: Device, started: float) -> Run:
         scorers = {p.scorer for p in data.all() + (val.all() if val else [])}
         targets_of(cfg.reward, scorers)  # on every rank, so that all refuse a bad scorer alike
         if point is not None:
-            archive_later(cfg, point, device)
+            archive_later(cfg, point)
         checkpoints = CheckpointManager(cfg, device, progress)
         writer = _writer(cfg, device, point, checkpoints)
         parts.callback(writer.close)
@@ -60,6 +61,7 @@ def build(checked: Checked, task: Task, device: Device, started: float) -> Run:
         rollout = Rollout(
             cfg, device, cfg.trainer.run_dir, eos_token_ids(cfg.model.path, tokenizer), tokenizer,
             weights=lambda: (models["actor"].layout, models["actor"].tensors()), interrupted=lambda: watch.requested,
+            backend=engine,
         )  # fmt: skip
         parts.callback(rollout.close)
         pool = RewardPool(cfg.reward, scorers) if rollout.is_leader else None
@@ -74,7 +76,7 @@ def build(checked: Checked, task: Task, device: Device, started: float) -> Run:
             rollout.sync(models["actor"].layout, models["actor"].tensors())
         progress.restart_clock()
         return Run(
-            cfg, device, task, started, point is not None, steps, state, val, models, rollout, pool, writer, progress,
+            cfg, device, started, point is not None, steps, state, val, models, rollout, pool, writer, progress,
             checkpoints, watch, parts.pop_all(),
         )  # fmt: skip
 
@@ -104,7 +106,7 @@ def announcement(
     """What a run says before its models are loaded and its engines started."""
     lines = [_data_line(cfg, data, val)]
     if point is not None:
-        lines += [*point.messages, f"resuming after step {point.step} from {point.record.path}"]
+        lines += [*point.messages, f"resuming after step {point.step} from {point.manifest.path}"]
     lines += [f"WARNING: {warning}" for warning in unreached_learning_rates(cfg, steps)]
     engines = device.world // cfg.rollout.tensor_model_parallel_size
     logs = f"{cfg.trainer.run_dir}/engines"

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlscale.checkpoint import Content, Retention, SaveError, Saver, Shards, Store
+from rlscale.checkpoint import CheckpointData, Retention, SaveError, Saver, Shards, Store
 from rlscale.checkpoint.saver import own_file
 from rlscale.checkpoint.shards import State
 from rlscale.cluster.device import Device
@@ -57,7 +57,7 @@ class CheckpointManager:
             self.progress.message(f"{lacks}; a checkpoint without it is never the best")
             self.best = ""
         values = run_values(state, engines, self.cfg, self.device.world)
-        content = Content(model_states(engines), values, {"random": random_states()}, {"metrics": numbers})
+        content = CheckpointData(model_states(engines), values, {"random": random_states()}, {"metrics": numbers})
         self.wait()  # a save before this one that failed is no reason to leave this one out
         if self._attempt(lambda: self.saver.save(step, content)):
             how = "copied; it is written beside the next steps" if self.saver.asynchronous else "written"
@@ -71,11 +71,11 @@ class CheckpointManager:
             whether there is a checkpoint to go on from.
         """
         self.wait()
-        saved = on_first(self.device, self.saver.store.steps)
+        saved = on_first(self.saver.store.steps)
         if self.cfg.trainer.save_freq >= 0 and state.step > max(saved, default=0):
             self.save(state, engines, {})
             self.wait()
-            saved = on_first(self.device, self.saver.store.steps)
+            saved = on_first(self.saver.store.steps)
         return bool(saved)
 
     def wait(self) -> None:
@@ -119,13 +119,13 @@ def restore(point: ResumePoint, state: RunState, engines: Mapping[str, Engine], 
     Raises:
         ValueError: the checkpoint lacks a model, or holds one of another shape.
     """
-    shards = Shards(point.record)
+    shards = Shards(point.manifest)
     for role, engine in engines.items():
         load_engine(shards, role, engine, point.state["engines"].get(role))
         engine.release_device(parameters=False)
     state.load_state_dict(point.state)
-    if own_file(rank) in point.record.files:
-        set_random_states(point.record.json(own_file(rank))["random"])
+    if own_file(rank) in point.manifest.files:
+        set_random_states(point.manifest.json(own_file(rank))["random"])
 
 
 def load_engine(shards: Shards, role: str, engine: Engine, counters: Mapping[str, int] | None) -> None:
@@ -134,7 +134,7 @@ def load_engine(shards: Shards, role: str, engine: Engine, counters: Mapping[str
     Raises:
         ValueError: the checkpoint does not hold this model.
     """
-    path = shards.record.path
+    path = shards.manifest.path
 
     def read(name: str, layout: Layout, buffers: dict[str, Tensor]) -> None:
         if counters is None or f"{role}/{name}" not in shards.states:

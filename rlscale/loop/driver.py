@@ -12,20 +12,23 @@ from rlscale.loop.export import export_folder, export_policy
 from rlscale.loop.run import Run
 from rlscale.loop.schedule import due, exports, saves
 from rlscale.loop.stopping import Stopped
-from rlscale.loop.tasks import load
+from rlscale.loop.tasks import Task, load
+from rlscale.rollout.backend import Backend
 
 
-def train(checked: Checked, device: Device, started: float) -> str | None:
+def train(checked: Checked, device: Device, started: float, engine: Backend | None = None) -> str | None:
     """Run the configured task to its end, or until it is asked to stop: then the state reached is saved, and the
     reason is returned. Collective over the world; errors end the process with a message.
 
     Args:
         started: `time.monotonic` when the program began.
+        engine: this leader's engine, where its start has begun.
     """
-    run = build(checked, load(checked.cfg.task), device, started)
+    task = load(checked.cfg.task)
+    run = build(checked, task, device, started, engine)
     run.watch.start()
     try:
-        return Driver(run).run_until_stopped()
+        return Driver(run, task).run_until_stopped()
     except Exception as error:
         run.watch.failed(error)
         raise
@@ -38,6 +41,7 @@ class Driver:
     """Takes the steps of a run."""
 
     run: Run
+    task: Task
 
     def run_until_stopped(self) -> str | None:
         """All that is left of the run; the reason where it was asked to stop before the end."""
@@ -69,13 +73,13 @@ class Driver:
         run, state, trainer = self.run, self.run.state, self.run.cfg.trainer
         last = state.step == run.total_steps
         if trainer.val_before_train and state.step == 0:
-            self.run.task.validate(run, 0)
+            self.task.validate(run, 0)
         if state.unfinished is not None:
             self._finish(state.step, state.unfinished, save=trainer.save_freq >= 0)  # at once: it is recorded now
         elif run.resumed and exports(run.cfg, state.step, last) and not export_folder(run.cfg, state.step).exists():
             self._export()  # the run ended between its checkpoint and this
         for step in range(state.step + 1, run.total_steps + 1):
-            metrics = self.run.task.step(run, step)
+            metrics = self.task.step(run, step)
             self._finish(step, metrics, save=saves(run.cfg, step, step == run.total_steps))
         run.checkpoints.wait()
         report.finish(run)
@@ -92,7 +96,7 @@ class Driver:
         state.step, state.unfinished = step, metrics
         if run.val and trainer.test_freq >= 0 and (last or due(step, trainer.test_freq)):
             run.watch.raise_if_stopped()  # before engines that a launcher may have ended are used
-            metrics = metrics | self.run.task.validate(run, step)
+            metrics = metrics | self.task.validate(run, step)
         state.unfinished = None
         run.writer.log(step, metrics)
         run.progress.step(step, metrics)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
-
 from rlscale.batch.types import Trajectory
+from rlscale.cluster.collective import gather
 
 
 def exchange(mine: list[Trajectory], expected: int) -> list[Trajectory]:
@@ -15,9 +12,7 @@ def exchange(mine: list[Trajectory], expected: int) -> list[Trajectory]:
     Raises:
         RuntimeError: the leaders together did not bring the expected number.
     """
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, mine)
-    everything = sorted((t for share in shares for t in share), key=lambda t: (t.prompt_index, t.sample_index))
+    everything = sorted((t for share in gather(mine) for t in share), key=lambda t: (t.prompt_index, t.sample_index))
     if len(everything) != expected:
         raise RuntimeError(f"rollout brought {len(everything)} responses, expected {expected}")
     return everything

@@ -15,8 +15,8 @@ def export_folder(cfg: Config, step: int) -> Path:
 
 def export_policy(cfg: Config, actor: Engine, step: int) -> Path:
     """Write export/step_*: the policy as a folder that transformers and vLLM open. Collective."""
-    from rlscale.model.arch import resolve_folder
-    from rlscale.reshard.safetensors_io import export_hf
+    from rlscale.config.paths import resolve_folder
+    from rlscale.reshard.hf_export import export_hf
 
     folder = export_folder(cfg, step)
     export_hf(

@@ -51,17 +51,22 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             print(describe(checked, world))
         return 0
-    from rlscale.cluster.device import follow_launcher, init_distributed
+    from rlscale.cluster.device import init_distributed, prepare_process
+    from rlscale.cluster.process import follow_launcher
+    from rlscale.rollout.vllm.client import start_early
 
     follow_launcher()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run watches for them itself
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    engine = None
     try:
         trainer = checked.cfg.trainer
+        prepare_process(checked.kind)
+        engine = start_early(checked.cfg, checked.kind)
         device = init_distributed(checked.kind, trainer.collective_timeout_s, trainer.deterministic)
         from rlscale.loop.driver import train
 
-        stopped = train(checked, device, started)
+        stopped = train(checked, device, started, engine)
     except ValueError as error:  # the user's data or model, named by the message
         return fail(str(error), rank, USAGE_ERROR)
     except KeyboardInterrupt:
@@ -77,6 +82,9 @@ def main(argv: list[str]) -> int:
             traceback.print_exc()
         text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         return fail(text, rank, RUN_ERROR, every_rank=True)
+    finally:
+        if engine is not None:
+            engine.close()
     return 0 if stopped is None else STOPPED
 
 
@@ -100,7 +108,7 @@ def fail(message: str, rank: int, code: int, every_rank: bool = False) -> int:
     The launcher ends all ranks as soon as one has failed. An error that all ranks have found alike is told by the first
     rank, and the others give it the time to.
     """
-    from rlscale.cluster.device import say
+    from rlscale.cluster.process import say
 
     if rank and not every_rank:
         time.sleep(5)

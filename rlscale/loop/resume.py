@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from rlscale.checkpoint import Damaged, Record, Store
+from rlscale.checkpoint import Damaged, Manifest, Store
 from rlscale.checkpoint.saver import RUN
-from rlscale.checkpoint.store import ABANDONED, read_record
+from rlscale.checkpoint.store import ABANDONED, read_manifest
+from rlscale.cluster import collective
 from rlscale.cluster.device import Device
 from rlscale.config import to_dict
 from rlscale.config.compare import check_config
@@ -33,16 +32,16 @@ class ResumePoint:
         messages: for the user.
     """
 
-    record: Record
+    manifest: Manifest
     in_place: bool
     messages: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.state: dict[str, Any] = self.record.json(RUN)
+        self.state: dict[str, Any] = self.manifest.json(RUN)
 
     @property
     def step(self) -> int:
-        return self.record.step
+        return self.manifest.step
 
 
 def find(cfg: Config, device: Device) -> ResumePoint | None:
@@ -62,33 +61,33 @@ def find(cfg: Config, device: Device) -> ResumePoint | None:
     store, given = Store(folder_of(cfg)), cfg.trainer.resume_from_path
     found, messages = _latest_whole(store, device) if cfg.trainer.resume_mode == "auto" else (None, [])
     if found is not None:
-        resume = ResumePoint(read_record(found), True, messages)
+        resume = ResumePoint(read_manifest(found), True, messages)
     elif given is not None:
         path = Path(given).expanduser()
         problem = _problem(path, device)
         if problem is not None:
             raise ValueError(f"trainer.resume_from_path: {problem}")
-        resume = ResumePoint(read_record(path), path.resolve().parent == store.root.resolve(), messages)
+        resume = ResumePoint(read_manifest(path), path.resolve().parent == store.root.resolve(), messages)
     else:
         return None
-    resume.messages += check_config(resume.state["config"], to_dict(cfg), resume.record.path)
+    resume.messages += check_config(resume.state["config"], to_dict(cfg), resume.manifest.path)
     return resume
 
 
 def _latest_whole(store: Store, device: Device) -> tuple[Path | None, list[str]]:
     """The last checkpoint without fault; those after it that have one are renamed."""
-    on_first(device, store.clean)
+    on_first(store.clean)
     messages: list[str] = []
     while True:
-        steps = on_first(device, store.steps)
+        steps = on_first(store.steps)
         if not steps:
             break
         problem = _problem(store.path(steps[-1]), device)
         if problem is None:
             return store.path(steps[-1]), messages
-        aside = on_first(device, partial(store.set_aside, steps[-1]))
+        aside = on_first(partial(store.set_aside, steps[-1]))
         messages.append(f"WARNING: damaged checkpoint: {problem}; it is now {aside}, and the one before it is used")
-    damaged = on_first(device, lambda: sorted(map(str, store.root.glob("*.damaged"))))
+    damaged = on_first(lambda: sorted(map(str, store.root.glob("*.damaged"))))
     if damaged:
         raise ValueError(
             "\n".join([*messages, f"trainer.resume_mode auto: no whole checkpoint is left in {store.root}, only "
@@ -97,7 +96,7 @@ def _latest_whole(store: Store, device: Device) -> tuple[Path | None, list[str]]
     return None, messages
 
 
-def archive_later(cfg: Config, point: ResumePoint, device: Device) -> None:
+def archive_later(cfg: Config, point: ResumePoint) -> None:
     """Rename the later checkpoints of the folder when the user resumes from an earlier one; adds to ``messages``.
 
     Collective.
@@ -105,9 +104,7 @@ def archive_later(cfg: Config, point: ResumePoint, device: Device) -> None:
     if not point.in_place:
         return
     store = Store(folder_of(cfg))
-    later = on_first(
-        device, lambda: [store.set_aside(step, ABANDONED).name for step in store.steps() if step > point.step]
-    )
+    later = on_first(lambda: [store.set_aside(step, ABANDONED).name for step in store.steps() if step > point.step])
     if later:
         point.messages.append(f"later checkpoints are now {', '.join(later)}")
 
@@ -116,24 +113,17 @@ def _problem(path: Path, device: Device) -> str | None:
     """What is wrong with a checkpoint; every rank reads a share of its files, and all get the same answer."""
     problem: str | None = None
     try:
-        record = read_record(path)
-        record.verify(sorted(record.files)[device.rank :: device.world])
+        manifest = read_manifest(path)
+        manifest.verify(sorted(manifest.files)[device.rank :: device.world])
     except Damaged as error:
         problem = str(error)
-    everyone: list[Any] = [None] * device.world
-    dist.all_gather_object(everyone, problem)
-    return next((p for p in everyone if p is not None), None)
+    return next((p for p in collective.gather(problem) if p is not None), None)
 
 
-def on_first(device: Device, action: Callable[[], Any]) -> Any:
+def on_first(action: Callable[[], Any]) -> Any:
     """What the first rank's action returns, on every rank; an OSError there is a ValueError everywhere."""
-    box: list[Any] = [None, None]
-    if device.rank == 0:
-        try:
-            box[0] = action()
-        except OSError as error:
-            box[1] = f"trainer.run_dir: checkpoints cannot be read or moved: {error}"
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise ValueError(box[1])
-    return box[0]
+
+    def failed(text: str) -> ValueError:
+        return ValueError(f"trainer.run_dir: checkpoints cannot be read or moved: {text}")
+
+    return collective.on_first(action, catch=OSError, raised=failed)

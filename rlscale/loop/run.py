@@ -12,7 +12,6 @@ from rlscale.data.dataset import PromptData
 from rlscale.loop.checkpoint import CheckpointManager
 from rlscale.loop.run_state import RunState
 from rlscale.loop.stopping import Watch
-from rlscale.loop.tasks import Task
 from rlscale.observe.progress import Progress
 from rlscale.observe.writers import RunWriter
 from rlscale.reward.pool import RewardPool
@@ -34,7 +33,6 @@ class Run:
 
     cfg: Config
     device: Device
-    task: Task
     started: float
     resumed: bool
     total_steps: int

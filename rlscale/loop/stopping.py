@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlscale.cluster import device
+from rlscale.cluster import device, process
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_S = 1.5  # the same signal within this time is the same request
@@ -80,13 +80,13 @@ class Watch:
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         # a handler of Python's own must exist for the number to be written to the pipe; it has nothing to do
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        device.on_launcher_end = lambda: self.request("the launcher has ended", 128 + signal.SIGTERM)
+        process.on_launcher_end = lambda: self.request("the launcher has ended", 128 + signal.SIGTERM)
         threading.Thread(target=self._follow, daemon=True, name="watch").start()
 
     def close(self) -> None:
         """Back to the signals' former handlers; a run that has saved its state needs none any more."""
         self._closed.set()
-        device.on_launcher_end = device.leave
+        process.on_launcher_end = process.leave
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_IGN if self._state_saved else handler)
         if self._pipe[0] >= 0:
@@ -200,5 +200,5 @@ class Watch:
     def _end(self, why: str, code: int) -> None:
         if self._closed.is_set():
             return
-        device.say(f"error: rank {self.rank}: {why}; this rank ends, the last checkpoint stands")
+        process.say(f"error: rank {self.rank}: {why}; this rank ends, the last checkpoint stands")
         os._exit(code)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from rlscale.config.paths import folder_problem
 
 
 class ExpertNames(NamedTuple):
@@ -201,23 +202,6 @@ class ModelSpec:
         elif self.experts:
             out.append(("experts", self.experts, divides(self.experts)))
         return out
-
-
-def folder_problem(path: str) -> str | None:
-    """Why a model path cannot be read (as far as the disk tells); None if it can, or may be a hub name."""
-    if Path(path).is_dir():
-        return None if (Path(path) / "config.json").is_file() else f"model folder has no config.json: {path}"
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path.split("/")[0]).is_dir()
-    return f"model folder does not exist: {path}" if looks_local else None
-
-
-def resolve_folder(path: str) -> Path:
-    """The local folder of a model path; a hub name is fetched into the hub's cache (or found there)."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
 
 
 def _refuse_options(hf: Any, name: str) -> None:

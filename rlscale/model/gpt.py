@@ -7,12 +7,10 @@ predict a response token through the head, in chunks, so that full logits never 
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlscale.cluster import megatron_cpu
@@ -33,7 +31,6 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
 )
 from megatron.core.tensor_parallel.mappings import (  # noqa: E402
     all_gather_last_dim_from_tensor_parallel_region,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention  # noqa: E402
@@ -42,58 +39,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from rlscale.model.attention import PackedAttention, pack_params  # noqa: E402
 from rlscale.model.moe import Experts, SparseMLP  # noqa: E402
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019) that is right under sequence parallelism.
-
-    With sequence parallelism each tensor-parallel rank sees a part of the row, so the weight's gradient is a sum over
-    ranks. It is summed inside autograd: then it is complete before any ZeRO stage reads or partitions it.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.eps = eps
-        self.tp_group = config.rlscale_tp_group if config.sequence_parallel else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if self.tp_group is not None:
-            weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps) if x.is_cuda else _RMSNorm.apply(x, weight, self.eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """RMSNorm on the CPU that keeps its input and one number a token, where torch's keeps several fp32 copies.
-
-    Arithmetic in fp32, rounded before the weight as transformers does it. Backward: with ``n = x / rms`` and ``h = g
-    w``, ``dx = (h - n mean(h n)) / rms`` and ``dw = sum g n``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).to(x.dtype) * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, inverse = ctx.saved_tensors
-        normed, grad = x.float() * inverse, grad.float()
-        to_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        scaled = grad * weight
-        to_x = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * inverse
-        return to_x.to(x.dtype), to_weight, None
-
-
-class HeadNorm(RMSNorm):
-    """The q and k norm of Qwen3. Heads are split over TP ranks, so its gradient is a sum over them."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
-        super().__init__(config, hidden_size, eps)
-        self.tp_group = config.rlscale_tp_group if config.tensor_model_parallel_size > 1 else None
+from rlscale.model.norms import HeadNorm, RMSNorm  # noqa: E402
 
 
 class FewKeyHeads(SelfAttention):
@@ -118,13 +64,6 @@ class FewKeyHeads(SelfAttention):
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
-
-
-class Config(TransformerConfig):
-    """Megatron copies its configuration deeply in places, which process groups do not allow and nothing here needs."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Config:
-        return copy.copy(self)
 
 
 class Body(GPTModel):
@@ -232,56 +171,6 @@ class Stage(nn.Module):
         if self.spec.value_head:
             return self.value_head(hidden).float().t()
         return self.head(hidden, row.targets, self.with_entropy, self.entropy_grad and torch.is_grad_enabled())
-
-
-def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_parallel: bool, recompute: bool) -> Any:
-    """Megatron's configuration of this model.
-
-    The fused activation is on, because its autograd function keeps its input only; without CUDA it is plain torch. The
-    other fusions need CUDA extensions that this project does not ask for.
-    """
-    config = Config(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden,
-        ffn_hidden_size=spec.ffn,
-        kv_channels=spec.head_dim,
-        num_attention_heads=spec.heads,
-        num_query_groups=spec.kv_heads,
-        layernorm_epsilon=spec.norm_eps,
-        tensor_model_parallel_size=mesh.dims.tp,
-        pipeline_model_parallel_size=mesh.dims.pp,
-        sequence_parallel=sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=True,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        moe_token_dispatcher_type="alltoall",
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        variable_seq_lengths=mesh.dims.pp > 1,
-        batch_p2p_comm=False,
-        deallocate_pipeline_outputs=False,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
-    )
-    config.rlscale_tp_group, config.rlscale_tp_rank = mesh.tp_group, mesh.coords.tp
-    config.rlscale_sp_group = mesh.sp_group if mesh.dims.sp > 1 else None
-    config.rlscale_spec, config.rlscale_ep = spec, mesh.dims.ep
-    return config
 
 
 def _global_buffer() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlscale.cluster.files import write_whole
 from rlscale.observe.progress import duration
 from rlscale.observe.writers import read_metrics
 
@@ -49,10 +50,7 @@ def summarize(run_dir: str | os.PathLike[str], seconds: float | None = None) -> 
         "reward_last": _mean(rewards[-ENDS:]),
         "accuracy": accuracy(records),
     }
-    path = Path(run_dir) / "summary.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(Path(run_dir) / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 

@@ -6,21 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: phases in the order of the step: keys ``timing_s/<phase>`` of the metrics
-PHASES = (
-    "gen",
-    "reward",
-    "exchange",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    "sync",
-    "validate",
-    "save",
-)
+#: phases that a step times, in its order: keys ``timing_s/<phase>`` of the metrics
+PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "sync")
 
 
 class Timers:

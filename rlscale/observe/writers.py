@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from rlscale.cluster.files import write_whole
 from rlscale.config import Config, save
 
 METRICS = "metrics.jsonl"
@@ -105,9 +106,7 @@ class RunWriter:
 
         def write() -> None:
             path.parent.mkdir(exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            write_whole(path, text)
 
         self._attempt(path, write)
         return path
@@ -196,11 +195,7 @@ def _drop_after(run_dir: Path, step: int, recorded: int) -> None:
     path = run_dir / METRICS
     if not path.is_file():
         return
-    partial = path.with_suffix(".partial")
-    partial.write_text(
-        "".join(json.dumps(r) + "\n" for r in read_records(run_dir) if r["step"] <= recorded), encoding="utf-8"
-    )
-    partial.replace(path)
+    write_whole(path, "".join(json.dumps(r) + "\n" for r in read_records(run_dir) if r["step"] <= recorded))
 
 
 def _set_aside(run_dir: Path) -> None:

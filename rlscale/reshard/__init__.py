@@ -10,7 +10,8 @@ from rlscale.reshard.plan import Copy, Plan, plan
 from rlscale.reshard.vllm import vllm_layout
 
 if TYPE_CHECKING:
-    from rlscale.reshard.safetensors_io import export_hf, load_pieces
+    from rlscale.reshard.hf_export import export_hf
+    from rlscale.reshard.hf_load import load_pieces
     from rlscale.reshard.transport import Bucket, Transfer, execute, execute_into
 
 __all__ = [
@@ -20,7 +21,7 @@ __all__ = [
 
 
 _LATER = {"Bucket": "transport", "Transfer": "transport", "execute": "transport", "execute_into": "transport",
-          "export_hf": "safetensors_io", "load_pieces": "safetensors_io"}  # fmt: skip
+          "export_hf": "hf_export", "load_pieces": "hf_load"}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

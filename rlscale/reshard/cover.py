@@ -1,7 +1,8 @@
 """What each rank lacks of what it wants, cut into copies: the part of planning that is geometry.
 
-Ranks that hold alike and want alike are one case, and tensors cut alike (the layers of a model) are one pattern, so
-that a model of 80 layers on 256 ranks is a few hundred patterns and otherwise columns of numbers.
+A *case* is a set of receivers that hold the same slices and want the same ones. A *pattern* is the list of copies that
+fill one wanted slice, computed once for all tensors of which the source and the receiver hold the same cuts (such as
+the layers of a model). A model of 80 layers on 256 ranks has a few hundred patterns; all else is columns of numbers.
 """
 
 from __future__ import annotations
@@ -10,11 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from rlscale.reshard.layout import Box, Layout, intersect, subtract, volume
-
-Ints = npt.NDArray[np.int64]
+from rlscale.reshard.layout import Box, Held, Ints, Layout, divide, intersect, subtract, volume
 
 
 @dataclass
@@ -157,9 +155,7 @@ class _Patterns:
         numbers: dict[tuple[Box, ...], int] = {}
         self.cuts = {name: numbers.setdefault(tuple(of), len(numbers)) for name, of in source.holders.items()}
 
-    def case(
-        self, wanted: Iterable[tuple[str, Box, str, Box]], own: int, first: Mapping[str, int], start: int
-    ) -> _Case:
+    def case(self, wanted: Iterable[Held], own: int, first: Mapping[str, int], start: int) -> _Case:
         mine: dict[str, tuple[list[int], list[Box]]] = {}
         for position, (name, index, _, _) in enumerate(self.source.shards[own].slices if own >= 0 else ()):
             numbers, cut = mine.setdefault(name, ([], []))
@@ -177,6 +173,7 @@ class _Patterns:
             table_start += len(numbers)
             sizes.append(self.itemsizes[name])
             firsts.append(first[name])
+        # for every copy: where the numbers of its pattern's chunks, own slices and source slices begin; its itemsize
         counts = [len(p.boxes) for p in found]
         each = np.repeat(np.array([(*begin, size, f) for begin, size, f in zip(begins, sizes, firsts, strict=True)]),
                          counts, axis=0).T  # fmt: skip
@@ -231,11 +228,8 @@ def _chunks(name: str, index: Box, itemsize: int, bucket_bytes: int) -> list[Box
         raise ValueError(f"plan: bucket_bytes {bucket_bytes} is smaller than one row of {name}")
     if not index:
         return [index]
-    (start, stop), rest = index[0], index[1:]
-    fits = max(1, bucket_bytes // 2 // row)
-    parts = -(-(stop - start) // fits)
-    edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
-    return [((lo, hi), *rest) for lo, hi in zip(edges, edges[1:], strict=False)]
+    start, stop = index[0]
+    return divide(index, -(-(stop - start) // max(1, bucket_bytes // 2 // row)))
 
 
 def _turns(destination: Layout) -> dict[int, float]:

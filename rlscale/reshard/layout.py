@@ -11,8 +11,13 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Ints: TypeAlias = "npt.NDArray[np.int64]"
 Box = tuple[tuple[int, int], ...]  # [start, stop) in each dimension
 
 
@@ -240,6 +245,14 @@ def intersect(a: Box, b: Box) -> Box | None:
             return None
         out.append((lo if lo > start else start, hi if hi < stop else stop))
     return tuple(out)
+
+
+def divide(box: Box, parts: int) -> list[Box]:
+    """Cut along the first dimension into nearly equal parts, at most one a row."""
+    (start, stop), rest = box[0], box[1:]
+    parts = min(parts, stop - start)
+    edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
+    return [((lo, hi), *rest) for lo, hi in zip(edges, edges[1:], strict=False)]
 
 
 def subtract(boxes: Iterable[Box], holes: Iterable[Box]) -> list[Box]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard.canonical import EMBEDDING, FINAL_NORM, HEAD, VALUE_BIAS, VALUE_HEAD, expert_names, hf_shapes
-from rlscale.reshard.layout import Box, Layout, Piece, whole
+from rlscale.reshard.layout import Held, Layout, Piece, whole
 
 
 def megatron_layout(spec: ModelSpec, dims: ParallelDims) -> Layout:
@@ -42,9 +42,6 @@ def megatron_layout(spec: ModelSpec, dims: ParallelDims) -> Layout:
             for name, index, key, at in _stage(spec, shapes, dims, tp, pp):
                 pieces.extend(Piece(name, rank, index, key, at) for rank in ranks)
     return Layout(shapes, pieces)
-
-
-Held = tuple[str, Box, str, Box]  # name, index, key, at
 
 
 def _stage(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], dims: ParallelDims, tp: int, pp: int) -> Iterator[Held]:

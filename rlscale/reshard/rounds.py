@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from rlscale.reshard.layout import Ints
+
 AHEAD = 8  # while the sender of a receiver's next chunk is busy, one of this many chunks may be taken before it
 
 

@@ -1,8 +1,8 @@
 """Who sends what: the nearest holder of a slice where that is fair, else the one with least to do.
 
-Copies that the same ranks could send are laid on a line, receiver after receiver, and each holder gets a stretch of
-it, of the length that evens out what all holders send. Copies with few possible senders are dealt out before those with
-many. So a receiver hears from few senders, and the loads differ by little more than a copy.
+Copies are grouped by the set of ranks that could send them. The copies of a group, ordered by receiver, are divided
+among these ranks in consecutive parts, whose sizes even out what all ranks send. Groups with few possible senders come
+first. So a receiver has few senders, and the loads differ by little more than a copy.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from rlscale.reshard.layout import Ints
+
 NEAR = 1.2  # a rank serves its node before others up to this multiple of a fair share of what its slices' holders send
 
 

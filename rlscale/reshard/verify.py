@@ -23,7 +23,7 @@ MASK = 2**64 - 1
 Sums = dict[tuple[int, str], int]  # by receiving rank and canonical tensor
 
 
-def checksum(values: torch.Tensor, index: Box, dtype: torch.dtype | None = None) -> int:
+def position_checksum(values: torch.Tensor, index: Box, dtype: torch.dtype | None = None) -> int:
     """Checksum of slice ``index`` of a canonical tensor, in [0, 2**64).
 
     Args:
@@ -68,7 +68,7 @@ def expected(plan: Plan, rank: int, sources: Mapping[str, torch.Tensor]) -> Sums
         source, wanted = copy.source, copy.destination
         key = (source.key, source.at, copy.dtype)
         if key not in known:
-            known[key] = checksum(region(sources[source.key], source), copy.index, copy.dtype)
+            known[key] = position_checksum(region(sources[source.key], source), copy.index, copy.dtype)
         place = (wanted.rank, wanted.name)
         out[place] = (out.get(place, 0) + known[key]) & MASK
     return out

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import reasoning_gym as gym
+from rlscale.data import reasoning_gym
 
+gym = reasoning_gym.package()
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 

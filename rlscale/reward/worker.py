@@ -7,18 +7,14 @@ with an alarm (math-verify) need. It dies with its parent, even in the middle of
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
-import signal
 import sys
 from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
+from rlscale.cluster.process import die_with_parent
 from rlscale.reward import scorers
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(fd: int, parent: int) -> None:
@@ -78,14 +74,6 @@ def as_number(value: Any) -> float | None:
     except (OverflowError, ValueError):
         return None
     return number if math.isfinite(number) else None
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel (Linux) to kill this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call
-            os._exit(1)
 
 
 if __name__ == "__main__":

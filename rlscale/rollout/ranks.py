@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from rlscale.cluster.collective import raise_on_all
 from rlscale.config.schema import RolloutConfig
 from rlscale.rollout.sampling import Counter, LocalCounter
 
@@ -68,17 +69,8 @@ class RolloutRanks:
 
     def raise_together(self, errors: list[Exception], what: str) -> None:
         """Raise EngineError on every rank where one of them has errors. Collective."""
-        everyone = [message for of_rank in gather([str(e) for e in errors], self.control) for message in of_rank]
-        if everyone:
-            text = str(errors[0]) if errors else everyone[0]
-            cause = errors[0] if errors else None
-            raise EngineError(text if "rank " in text else f"{what} failed: {text}") from cause
 
+        def failed(text: str) -> EngineError:
+            return EngineError(text if "rank " in text else f"{what} failed: {text}")
 
-def gather(value: Any, control: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's value, on every rank; a single process is a world of its own."""
-    if not dist.is_initialized():
-        return [value]
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value, group=control)
-    return out
+        raise_on_all(errors, self.control, raised=failed)

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlscale.batch.types import Trajectory
-from rlscale.cluster.device import say
+from rlscale.cluster.collective import gather
+from rlscale.cluster.process import say
 from rlscale.config.schema import Config
 from rlscale.reshard.layout import Layout
 from rlscale.rollout.backend import Backend, Output
-from rlscale.rollout.ranks import EngineError, RolloutRanks, gather
+from rlscale.rollout.ranks import EngineError, RolloutRanks
 from rlscale.rollout.sampling import Claims, FixedShare, Sampling, sample_seed
 from rlscale.rollout.trajectory import Sampler, sample_trajectory
-from rlscale.rollout.vllm.client import VllmBackend
+from rlscale.rollout.vllm.client import VllmBackend, log_of
 from rlscale.rollout.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Rollout:
         weights: the trainer's layout and tensors now, for an engine that is replaced; None: those of the last `sync`.
         interrupted: whether generation should be broken off.
         sample: samples one trajectory.
-        backend: makes a leader's engine.
+        backend: a leader's engine, whose start may have begun; None: vLLM's.
     """
 
     def __init__(
@@ -66,14 +67,13 @@ class Rollout:
         weights: Callable[[], Weights] | None = None,
         interrupted: Callable[[], bool] | None = None,
         sample: Sampler = sample_trajectory,
-        backend: Callable[[Config, Device, Path], Backend] = VllmBackend,
+        backend: Backend | None = None,
     ):
         self.cfg, self.device, self.eos_ids, self.tokenizer = cfg, device, tuple(eos_ids), tokenizer
         self.weights, self.interrupted, self.sample = weights, interrupted or (lambda: False), sample
         self.ranks = RolloutRanks(cfg.rollout, device)
         self.is_leader, self.replicas = self.ranks.is_leader, self.ranks.replicas
-        log = Path(run_dir) / "engines" / f"rank_{device.rank}.log"
-        self.backend = backend(cfg, device, log) if self.is_leader else None
+        self.backend = (backend or VllmBackend(cfg, device, log_of(run_dir, device))) if self.is_leader else None
         self.weight_sync = WeightSync(cfg.rollout, device, self.ranks, self.backend)
         self.asleep = False
         self.updated = False  # the engines have other weights than those of ``model.path``

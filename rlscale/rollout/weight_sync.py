@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlscale.cluster.collective import gather
 from rlscale.config.schema import RolloutConfig
 from rlscale.reshard import verify
 from rlscale.reshard.layout import Layout, rank_pieces_from_dicts
 from rlscale.reshard.plan import Copy, Plan, plan
 from rlscale.reshard.transport import Bucket, Transfer
 from rlscale.rollout.backend import Backend
-from rlscale.rollout.ranks import RolloutRanks, gather
+from rlscale.rollout.ranks import RolloutRanks
 
 if TYPE_CHECKING:
     from rlscale.cluster.device import Device

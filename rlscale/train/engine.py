@@ -21,17 +21,20 @@ from torch import Tensor
 from rlscale.batch.microbatch import plan_micro_batches
 from rlscale.batch.types import LossFn, ModelOut, PackedBatch
 from rlscale.cluster import megatron_cpu
+from rlscale.cluster.collective import gather
 from rlscale.cluster.device import Device
 from rlscale.cluster.mesh import Mesh, ParallelDims
 from rlscale.config.layouts import refusals
+from rlscale.config.paths import resolve_folder
 from rlscale.config.schema import OptimConfig, ParallelConfig
-from rlscale.model.arch import ModelSpec, resolve_folder
-from rlscale.model.gpt import Stage, build_config
+from rlscale.model.arch import ModelSpec
+from rlscale.model.gpt import Stage
+from rlscale.model.megatron_config import build_config
 from rlscale.model.packing import PackedSequence, pack_sequence
 from rlscale.reshard.canonical import VALUE_HEAD
+from rlscale.reshard.hf_load import load_pieces
 from rlscale.reshard.layout import Layout
 from rlscale.reshard.megatron import megatron_layout
-from rlscale.reshard.safetensors_io import load_pieces
 from rlscale.reshard.transport import region
 from rlscale.train.offload import HostCopies, make_resizable, storages
 from rlscale.train.schedule import learning_rate
@@ -390,10 +393,8 @@ class Engine:
         for record in records:
             for name, value in record.items():
                 mine[name] = mine.get(name, 0.0) + float(value)
-        everyone: list[Any] = [None] * self.device.world
-        dist.all_gather_object(everyone, mine)
         total: dict[str, float] = {}
-        for sums in everyone:
-            for name, value in sums.items():
-                total[name] = total.get(name, 0.0) + value
+        for sums in gather(mine):
+            for name, number in sums.items():
+                total[name] = total.get(name, 0.0) + number
         return total

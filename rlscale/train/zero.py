@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlscale.cluster.collective import gather
 from rlscale.config.schema import OptimConfig
 from rlscale.model.gpt import Stage
 from rlscale.model.packing import PackedSequence
@@ -236,9 +237,7 @@ class ShardedOptimizer:
             mine = [_stage3_fragment(key, parameter) for key, parameter in self.parameters.items()]
         else:
             mine = [part.fragment for part in self.parts()]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        return zero_layout(self.whole, dict(enumerate(everyone)))
+        return zero_layout(self.whole, dict(enumerate(gather(mine))))
 
     def weights(self) -> dict[str, Tensor]:
         """Under ZeRO-3 this rank's part of the working weights, as views with the keys of `layout`."""

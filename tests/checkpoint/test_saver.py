@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlscale.checkpoint import saver as module
-from rlscale.checkpoint.saver import RUN, Content, SaveError, Saver, own_file
+from rlscale.checkpoint.saver import RUN, CheckpointData, SaveError, Saver, own_file
 from rlscale.checkpoint.shards import Shards
 from rlscale.checkpoint.store import Retention, Store
 from rlscale.reshard.layout import Layout, Piece, whole
@@ -21,18 +21,19 @@ from tests.disk import small_file_system
 SHAPES = {"a": (64, 33), "b": (5,), "c": (700, 200)}
 
 
-def content(rank: int, value: float, elements: int = 1) -> Content:
+def content(rank: int, value: float, elements: int = 1) -> CheckpointData:
     """Tensors that both ranks hold."""
     shapes = {**SHAPES, "c": (700 * elements, 200)}
     layout = Layout(shapes, [Piece(n, r, whole(s), n, whole(s)) for r in (0, 1) for n, s in shapes.items()])
     buffers = {name: torch.full(shape, value) for name, shape in shapes.items()}
-    return Content({"actor/master": (layout, buffers)}, {"step": value}, {"rank": rank}, {"metrics": {"val": value}})
+    states = {"actor/master": (layout, buffers)}
+    return CheckpointData(states, {"step": value}, {"rank": rank}, {"metrics": {"val": value}})
 
 
 def values(folder: Path, step: int) -> set[float]:
-    record = Store(folder).open(step)
-    record.verify()
-    shards = Shards(record)
+    manifest = Store(folder).open(step)
+    manifest.verify()
+    shards = Shards(manifest)
     return {x for rank in (0, 1) for t in shards.tensors(rank).values() for x in t.unique().tolist()}
 
 
@@ -53,9 +54,9 @@ def test_all_ranks_save_together(tmp_path: Path, asynchronous: bool) -> None:
     assert Store(tmp_path).steps() == [1, 3, 4]
     for step in (1, 3, 4):
         assert values(tmp_path, step) == {float(step)}
-        record = Store(tmp_path).open(step)
-        assert record.json(RUN) == {"step": float(step)}
-        assert [record.json(own_file(rank)) for rank in (0, 1)] == [{"rank": 0}, {"rank": 1}]
+        manifest = Store(tmp_path).open(step)
+        assert manifest.json(RUN) == {"step": float(step)}
+        assert [manifest.json(own_file(rank)) for rank in (0, 1)] == [{"rank": 0}, {"rank": 1}]
     sizes = [Store(tmp_path).open(4).files[f"rank_0000{rank}.safetensors"].size for rank in (0, 1)]
     assert max(sizes) < 1.05 * min(sizes)
 

@@ -163,7 +163,7 @@ def test_a_snapshot_is_a_copy_in_memory_that_is_used_again() -> None:
 def test_a_file_that_lies_is_named(tmp_path: Path, harm: str) -> None:
     layout = random_layout(0)
     shards = saved(tmp_path, {"actor/master": (layout, whole_tensors(layout))})
-    path = shards.record.path / file_of(1)
+    path = shards.manifest.path / file_of(1)
     if harm == "truncate":
         path.write_bytes(path.read_bytes()[:-4])
     elif harm == "header":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlscale.checkpoint import store as module
-from rlscale.checkpoint.store import Damaged, Retention, Store, checksum_of, read_record, write_json
+from rlscale.checkpoint.store import Damaged, Retention, Store, checksum_of, read_manifest, write_json
 
 
 def make(store: Store, step: int, metrics: dict[str, float] | None = None, content: str = "hello") -> Path:
@@ -32,10 +32,10 @@ def test_a_checkpoint_appears_whole(tmp_path: Path) -> None:
     assert store.steps() == [] and store.complete() == ([], [])
     path = make(store, 7)
     assert path.name == "step_000007" and store.steps() == [7]
-    record = store.open(7)
-    record.verify()
-    assert record.json("run.json") == ["hello", 7] and record.step == 7
-    assert checksum_of(path / "run.json") == record.files["run.json"].checksum
+    manifest = store.open(7)
+    manifest.verify()
+    assert manifest.json("run.json") == ["hello", 7] and manifest.step == 7
+    assert checksum_of(path / "run.json") == manifest.files["run.json"].checksum
     assert make(store, 7, content="anew") == path and store.open(7).json("run.json") == ["anew", 7]
     assert [p.name for p in store.root.iterdir()] == [path.name]
 
@@ -72,7 +72,7 @@ def test_missing_and_truncated_files_are_found_without_reading_them(tmp_path: Pa
         store.open(1)
     make(store, 2)
     whole, problems = store.complete()
-    assert [record.step for record in whole] == [2] and "step_000001" in problems[0]
+    assert [manifest.step for manifest in whole] == [2] and "step_000001" in problems[0]
 
 
 def test_a_copy_under_another_step_is_no_checkpoint(tmp_path: Path) -> None:
@@ -81,14 +81,14 @@ def test_a_copy_under_another_step_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match=r"step_000002: its manifest.json is that of step 1"):
         Store(tmp_path).open(2)
     shutil.copytree(path, tmp_path / "kept")  # any other name will do
-    assert read_record(tmp_path / "kept").step == 1
+    assert read_manifest(tmp_path / "kept").step == 1
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make(Store(tmp_path), 1)
     monkeypatch.setattr(module, "FORMAT", 2)
     with pytest.raises(ValueError, match="format 1 is of another version"):
-        read_record(path)
+        read_manifest(path)
 
 
 @pytest.mark.parametrize("killed_in", ["write_json", "flush_folder", "rename", "rmtree"])
@@ -112,11 +112,11 @@ def test_a_save_that_is_killed_leaves_what_was_there(
             make(store, 3, content="new")
             store.prune(Retention(keep_last=1))
     whole, problems = store.complete()
-    assert not problems and {1, 2} - {record.step for record in whole} <= {1}  # 1 may be on its way out
-    for record in whole:
-        record.verify()
+    assert not problems and {1, 2} - {manifest.step for manifest in whole} <= {1}  # 1 may be on its way out
+    for manifest in whole:
+        manifest.verify()
     store.clean()
-    kept = {record.step for record in whole} | ({3} if killed_in != "write_json" else set())
+    kept = {manifest.step for manifest in whole} | ({3} if killed_in != "write_json" else set())
     assert store.steps() == sorted(kept)  # one that lacked only its name has it now
     assert sorted(p.name for p in tmp_path.iterdir()) == [store.path(step).name for step in store.steps()]
     for step in store.steps():

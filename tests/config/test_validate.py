@@ -13,8 +13,8 @@ from rlscale import config as rules
 from rlscale.algo.needs import registries
 from rlscale.algo.registry import Registry
 from rlscale.config import Config, find_violations
+from rlscale.config.paths import is_hub_name
 from rlscale.config.schema import SourceConfig
-from rlscale.config.validate import is_hub_name
 
 check = partial(rules.check, registries=registries())
 

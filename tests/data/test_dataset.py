@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +117,13 @@ def test_reasoning_gym_seeds_do_not_overlap() -> None:
     assert len(set(parts[0]) & set(parts[1])) < 5
     assert parts[0] == [p.messages[0]["content"] for p in reasoning_gym.make("chain_sum", 100, 0, {})]
     assert parts[0][0].endswith("between <answer> and </answer>.")
+
+
+def test_importing_reasoning_gym_warns_of_nothing(tmp_path: Path) -> None:
+    code = "import sys, rlscale.data as d; assert 'reasoning_gym' not in sys.modules; d.reasoning_gym.package()"
+    compiled_anew = [sys.executable, "-X", f"pycache_prefix={tmp_path}", "-c", code]
+    ended = subprocess.run(compiled_anew, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0 and "SyntaxWarning" not in ended.stderr, ended.stderr
 
 
 def test_every_reasoning_gym_task_makes_prompts() -> None:

@@ -115,7 +115,7 @@ def what_is_found(run_dir: str, **trainer: Any) -> tuple[int, list[str]] | str |
         return str(error)
     if point is None:
         return None
-    archive_later(cfg, point, device)
+    archive_later(cfg, point)
     return point.step, point.messages
 
 

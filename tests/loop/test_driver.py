@@ -12,6 +12,8 @@ from rlscale.loop.driver import Driver
 from rlscale.loop.schedule import unreached_learning_rates
 from rlscale.loop.stopping import Stopped
 
+TASK: Any = None  # these tests take no step
+
 
 @pytest.mark.parametrize(
     "reason, steps, saved, said",
@@ -43,9 +45,9 @@ def test_how_a_stop_ends(
     monkeypatch.setattr(Driver, "steps", stop)
     if said is None:
         with pytest.raises(RuntimeError, match="max_time of 5 s is over before a step was finished"):
-            Driver(run).run_until_stopped()
+            Driver(run, TASK).run_until_stopped()
     else:
-        assert Driver(run).run_until_stopped() == reason
+        assert Driver(run, TASK).run_until_stopped() == reason
         assert lines == [f"stopped: {reason}; {said}"]
 
 
@@ -64,7 +66,7 @@ def test_the_record_is_on_the_disk_before_the_checkpoint_says_so() -> None:
         progress=SimpleNamespace(step=lambda *_: None),
         checkpoints=SimpleNamespace(save=lambda state, *_: calls.append(f"save {state.step}")),
     )
-    Driver(run)._finish(1, {}, save=True)
+    Driver(run, TASK)._finish(1, {}, save=True)
     assert calls == ["log", "save", "flush", "save 1"]
 
 

@@ -18,6 +18,7 @@ from rlscale.loop.run import Run
 from rlscale.loop.run_state import RunState
 from rlscale.loop.stopping import Stopped
 from rlscale.observe.progress import Progress
+from rlscale.observe.timers import PHASES, Timers
 
 
 class Model:
@@ -72,17 +73,25 @@ def steps(
     warmup: int = 0,
     log: list[str] | None = None,
     stop: Callable[[], None] | None = None,
+    epochs: int = 1,
+    timed: list[str] | None = None,
 ) -> list[str]:
     log = [] if log is None else log
     cfg = Config(
         trainer=TrainerConfig(critic_warmup=warmup, rollout_dump_freq=0),
         data=DataConfig(train_batch_size=2),
-        actor=ActorConfig(ppo_mini_batch_size=2, use_kl_loss=True),
+        actor=ActorConfig(ppo_mini_batch_size=2, ppo_epochs=epochs, use_kl_loss=True),
         rollout=RolloutConfig(n=2, logprob_check_freq=-1),
         algorithm=AlgorithmConfig(adv_estimator="gae"),
     )
     monkeypatch.setattr(module, "exchange", lambda mine, expected: mine)
-    monkeypatch.setattr(report, "timing", lambda *_: {})
+
+    def timing(run: Any, timers: Timers, batch: Any) -> dict[str, float]:
+        if timed is not None:
+            timed.extend(timers.take())
+        return {}
+
+    monkeypatch.setattr(report, "timing", timing)
     rollout: Any = Rollout(log, sleeps)
     advance = lambda cursor: log.append(f"advance to {cursor}")  # noqa: E731
     data: Any = SimpleNamespace(peek=lambda: ([0, 1], (0, 2)), advance=advance)
@@ -91,7 +100,6 @@ def steps(
     run = Run(
         cfg=cfg,
         device=SimpleNamespace(synchronize=lambda: None, rank=0),  # type: ignore[arg-type]
-        task=module.TASK,
         started=0.0,
         resumed=False,
         total_steps=count,
@@ -151,3 +159,9 @@ def test_a_discarded_step_has_used_no_data(monkeypatch: pytest.MonkeyPatch, time
 def test_engines_that_slept_get_weights_though_the_actor_was_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps(monkeypatch, sleeps=True, count=2, warmup=1).count("sync") == 2
     assert steps(monkeypatch, sleeps=False, count=2, warmup=1).count("sync") == 1
+
+
+def test_the_phases_that_are_drawn_are_those_that_a_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+    steps(monkeypatch, sleeps=True, epochs=2, timed=timed)
+    assert timed == [*(f"timing_s/{phase}" for phase in PHASES), "timing_s/step"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ARCHITECTURES, ModelSpec
@@ -212,3 +215,20 @@ def assert_equal(got: Tensors, expected: Tensors) -> None:
     assert got.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(got[key], value), key
+
+
+def write_folder(folder: Path, tensors: Tensors, shards: int = 1) -> Path:
+    """A Hugging Face folder of one file, or of several with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}))
+    names = list(tensors)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    for i in range(shards):
+        part = {name: tensors[name] for name in names[i::shards]}
+        save_file(part, folder / f"part-{i}.safetensors")
+        weight_map |= dict.fromkeys(part, f"part-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder

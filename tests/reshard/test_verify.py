@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.reshard import Piece, megatron_layout, plan
 from rlscale.reshard.transport import Transfer, region
-from rlscale.reshard.verify import MASK, add, checksum, differences, expected
+from rlscale.reshard.verify import MASK, add, differences, expected, position_checksum
 from rlscale.testing.models import make_spec
 from tests import worlds
 from tests.reshard.models import blank, canonical, megatron_shards, vllm_layout, vllm_shards
@@ -25,7 +25,7 @@ def sliced(tensor: torch.Tensor, cuts: list[list[int]], order: list[int]) -> int
         boxes = [(*box, pair) for box in boxes for pair in zip(edges, edges[1:], strict=False)]
     total = 0
     for i in sorted(range(len(boxes)), key=lambda i: order[i % len(order)]):
-        total += checksum(tensor[tuple(slice(lo, hi) for lo, hi in boxes[i])], boxes[i])
+        total += position_checksum(tensor[tuple(slice(lo, hi) for lo, hi in boxes[i])], boxes[i])
     return total & MASK
 
 
@@ -42,8 +42,9 @@ def test_slicing_and_order_make_no_difference(
 ) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     box = tuple((0, n) for n in shape)
-    assert sliced(tensor, cuts[: len(shape)], order) == checksum(tensor, box)
-    assert checksum(tensor.mT.contiguous().mT if len(shape) > 1 else tensor, box) == checksum(tensor, box)
+    assert sliced(tensor, cuts[: len(shape)], order) == position_checksum(tensor, box)
+    strided = tensor.mT.contiguous().mT if len(shape) > 1 else tensor
+    assert position_checksum(strided, box) == position_checksum(tensor, box)
 
 
 @settings(max_examples=100, deadline=None)
@@ -54,28 +55,28 @@ def test_one_flipped_bit_or_two_exchanged_elements_change_it(shape: list[int], b
     i, j = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))
     flipped = tensor.clone()
     flipped.view(torch.int32).view(-1)[i] ^= torch.tensor(1 << bit if bit < 31 else -(2**31), dtype=torch.int32)
-    assert checksum(flipped, box) != checksum(tensor, box)
+    assert position_checksum(flipped, box) != position_checksum(tensor, box)
     if i != j:
         exchanged = tensor.clone()
         exchanged.view(-1)[i], exchanged.view(-1)[j] = tensor.view(-1)[j], tensor.view(-1)[i]
-        assert checksum(exchanged, box) != checksum(tensor, box)
+        assert position_checksum(exchanged, box) != position_checksum(tensor, box)
     negative_zero = torch.zeros(shape)
     negative_zero.view(-1)[i] = -0.0
-    assert checksum(negative_zero, box) != checksum(torch.zeros(shape), box), "bits count, not values"
+    assert position_checksum(negative_zero, box) != position_checksum(torch.zeros(shape), box), "bits count, not values"
 
 
 def test_large_tensors_come_in_chunks() -> None:
     tensor = torch.randn(700, 300)
-    whole = checksum(tensor, ((0, 700), (0, 300)), torch.bfloat16)
-    assert whole == checksum(tensor.to(torch.bfloat16), ((0, 700), (0, 300)))
-    halves = [checksum(tensor[:, a:b], ((0, 700), (a, b)), torch.bfloat16) for a, b in ((0, 151), (151, 300))]
+    whole = position_checksum(tensor, ((0, 700), (0, 300)), torch.bfloat16)
+    assert whole == position_checksum(tensor.to(torch.bfloat16), ((0, 700), (0, 300)))
+    halves = [position_checksum(tensor[:, a:b], ((0, 700), (a, b)), torch.bfloat16) for a, b in ((0, 151), (151, 300))]
     assert sum(halves) & MASK == whole
 
 
 def held(pieces: list[Piece], tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     out: dict[str, int] = {}
     for piece in pieces:
-        value = checksum(region(tensors[piece.key], piece), piece.index)
+        value = position_checksum(region(tensors[piece.key], piece), piece.index)
         out[piece.name] = (out.get(piece.name, 0) + value) & MASK
     return out
 

@@ -55,8 +55,8 @@ def close_all() -> None:
 
 def rollout_of(layout: str, run_dir: str, untouched: bool = False) -> Any:
     """The engines of a layout as a test finds them; ``untouched``: with the weights that they have started with."""
+    from rlscale.cluster.collective import gather
     from rlscale.cluster.device import Device
-    from rlscale.rollout.ranks import gather
     from rlscale.rollout.rollout import Rollout
     from rlscale.rollout.trajectory import sample_trajectory
 

@@ -22,7 +22,7 @@ SHAPES = {"a.weight": (40, 8), "b.weight": (13,), "c.weight": (30, 30)}
 class Engine:
     """A `Backend` in this process, with one worker; dies in the step that it is told."""
 
-    def __init__(self, cfg: Any, device: Any, log: Any):
+    def __init__(self, device: Any):
         self.device, self.alive, self.starts = device, False, 0
         self.die_in: str | None = None
 
@@ -103,7 +103,8 @@ def rollout_with(**options: Any) -> Iterator[Any]:
     for key, value in options.items():
         setattr(cfg.rollout, key, value)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rollout = Rollout(cfg, Device("cpu", rank, rank, world, world), ".", [0], backend=Engine)
+    device = Device("cpu", rank, rank, world, world)
+    rollout = Rollout(cfg, device, ".", [0], backend=Engine(device))
     rollout.start()
     plan = rollout.weight_sync.destination.plan
     rollout.weight_sync.destination.plan = lambda source, *_, **__: plan(source, 1500)  # several buckets

@@ -1,4 +1,4 @@
-"""The parity tool: its documented command, what it refuses, and that the README's table is that of its list."""
+"""The parity tool: its documented command, what it refuses, and the table of docs/parallelism.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlscale.cluster.device import free_port
+from rlscale.cluster.process import free_port
 from rlscale.testing.models import ARCHITECTURES
 from rlscale.testing.parity import cases, comparison, run
 from rlscale.testing.parity.cases import Case, Difference
@@ -107,8 +107,8 @@ def test_every_combination_is_refused_or_shown() -> None:
 
 
 def test_readme_table_is_current() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert cases.readme(text) == text, "run: python tools/parity.py --readme README.md"
+    text = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
+    assert cases.readme(text) == text, "run: python tools/parity.py --readme docs/parallelism.md"
     with pytest.raises(ValueError, match="lacks the marks"):
         cases.readme("no table")
 

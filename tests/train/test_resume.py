@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlscale.batch.types import PackedBatch
-from rlscale.checkpoint import Content, Retention, Saver, Shards, Store
+from rlscale.checkpoint import CheckpointData, Retention, Saver, Shards, Store
 from rlscale.testing.batches import random_batch
 from rlscale.testing.models import tiny_model
 from rlscale.train.engine import Engine
@@ -51,15 +51,15 @@ def run_steps(
     engine = make_engine(folder, LAYOUTS[layout][1], getattr(torch, dtype), role, optim=OPTIM, total_steps=8)
     engine.release_device()
     if resume is not None:
-        record = Store(resume).open(1)
-        record.verify()
-        load_engine(Shards(record), role, engine, record.json("run.json"))
+        manifest = Store(resume).open(1)
+        manifest.verify()
+        load_engine(Shards(manifest), role, engine, manifest.json("run.json"))
     records = []
     for batch in batches:
         records.append(engine.update(batch, squared_error if role == "critic" else policy_gradient))
         engine.release_device()
     if save is not None:
-        Saver(Store(save), Retention()).save(1, Content(model_states({role: engine}), engine.counters()))
+        Saver(Store(save), Retention()).save(1, CheckpointData(model_states({role: engine}), engine.counters()))
     return records
 
 

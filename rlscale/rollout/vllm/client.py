@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
@@ -17,8 +18,9 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from rlscale.cluster.device import Device, launched_as
 from rlscale.config.schema import Config
 from rlscale.rollout.backend import Output
 from rlscale.rollout.ranks import RPC_TIMEOUT_S
@@ -27,13 +29,14 @@ from rlscale.rollout.vllm.lifeline import Lifeline
 from rlscale.rollout.vllm.processes import end, family, last_error, redirected, shared_files
 from rlscale.rollout.vllm.settings import engine_arguments, environment, pinned_cores
 
-if TYPE_CHECKING:
-    from rlscale.cluster.device import Device
-
 T = TypeVar("T")
 
 POLL_S = 0.5  # between looks at whether the engine's processes live
 SPAWN_POLL_S = 0.01  # between looks at whether they have been started
+ENGINE_MODULES = (
+    "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
+    "rlscale.rollout.vllm.worker",
+)  # fmt: skip
 EXIT_TIMEOUT_S = 1.0  # for an engine to end by itself; nothing in it is worth waiting for
 
 
@@ -57,9 +60,14 @@ class VllmBackend:
         """On CPU, start the engine's processes; a thread waits for them. They inherit variables and standard output
         that this process has only until they exist, and the caller does nothing meanwhile.
 
+        In a process without a process group yet, the engine is forked: it then has what this process has imported (vLLM
+        and torch: most of the time of a start), and nothing of gloo's threads and sockets. Elsewhere it is spawned.
+
         On CUDA nothing happens yet: the engine takes the memory that the trainer's models give back when they are
         loaded, and vLLM changes this process's variables until its workers run.
         """
+        if self.starting is not None:  # it has begun before
+            return
         self.close()
         self.loop, self.start_error, self.stalled, self.asleep = asyncio.new_event_loop(), None, False, False
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +76,12 @@ class VllmBackend:
             self.starting = threading.Event()
             with self._inherited():
                 threading.Thread(target=self._start, args=(self.starting,), name="engine start", daemon=True).start()
-                while not self.starting.is_set() and not self._started():
-                    time.sleep(SPAWN_POLL_S)
+                try:
+                    while not self.starting.is_set() and not self._started():
+                        time.sleep(SPAWN_POLL_S)
+                except BaseException:  # a signal
+                    self.close()
+                    raise
 
     def finish_start(self) -> None:
         """Wait until the engine has generated two tokens.
@@ -129,7 +141,22 @@ class VllmBackend:
 
             config = AsyncEngineArgs(**engine_arguments(self.cfg, self.device)).create_engine_config()
             config.lifeline = Lifeline(os.getpid(), pinned_cores(self.cfg, self.device))
-            self.engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            with self._forking(config.lifeline):
+                self.engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+    @contextlib.contextmanager
+    def _forking(self, lifeline: Lifeline) -> Iterator[None]:
+        """The engine's process is forked, where it can be: see `begin_start`."""
+        import torch.distributed as dist
+
+        if self.device.kind != "cpu" or self.cfg.rollout.tensor_model_parallel_size > 1 or dist.is_initialized():
+            yield
+            return
+        for module in ENGINE_MODULES:  # once here, not again in the engine
+            importlib.import_module(module)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM has just set it to spawn
+        with lifeline.forks():
+            yield
 
     async def _warm_up(self) -> None:
         """What fails only when tokens are generated (an unsupported head size) shall fail now."""
@@ -312,3 +339,18 @@ class VllmBackend:
             if found:
                 return found
         return " ".join(text.split())
+
+
+def log_of(run_dir: str | Path, device: Device) -> Path:
+    """What this leader's engine prints."""
+    return Path(run_dir) / "engines" / f"rank_{device.rank}.log"
+
+
+def start_early(cfg: Config, kind: str) -> VllmBackend | None:
+    """Begin to start this rank's engine before it joins the others, where that saves time: on CPU, on leaders."""
+    device = launched_as(kind)
+    if kind != "cpu" or device.rank % cfg.rollout.tensor_model_parallel_size:
+        return None
+    backend = VllmBackend(cfg, device, log_of(cfg.trainer.run_dir, device))
+    backend.begin_start()
+    return backend

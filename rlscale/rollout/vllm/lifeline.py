@@ -1,21 +1,23 @@
 """Ties the processes of an engine to the trainer process that started them.
 
 vLLM's processes notice an orderly shutdown, but not a trainer that was killed: they would stay, with all their memory.
-A `Lifeline` travels inside the engine's configuration, and acts in every process in which that is unpickled, which is
-before anything of the engine has started: it pins the process to its cores and starts a thread that ends the process as
-soon as the trainer is gone.
+A `Lifeline` travels inside the engine's configuration, and acts in every process in which that is unpickled, or that is
+forked by the thread in `Lifeline.forks`, before anything of the engine has started: it pins the process to its cores
+and starts a thread that ends the process as soon as the trainer is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+from rlscale.cluster.process import follow, tune_malloc
+
 _followed: set[int] = set()
+_forking: tuple[int, Lifeline] | None = None  # the thread whose forks are an engine's, and the engine's lifeline
 
 
 class Lifeline:
@@ -32,30 +34,38 @@ class Lifeline:
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (self.pid, self.cores)
 
+    @contextlib.contextmanager
+    def forks(self) -> Iterator[None]:
+        """What this thread forks meanwhile is a process of the engine."""
+        global _forking
+        _forking = (threading.get_ident(), self)
+        try:
+            yield
+        finally:
+            _forking = None
+
 
 def _arrive(pid: int, cores: tuple[int, ...]) -> Lifeline:
     """Runs where the configuration is unpickled."""
     if os.getpid() != pid and pid not in _followed:
         if cores:
             os.sched_setaffinity(0, cores)
+        _followed.add(pid)
         follow(pid)
     return Lifeline(pid, cores)
 
 
-def follow(pid: int) -> None:
-    """End this process, without ceremony, when process ``pid`` ends (at once if it has ended)."""
-    _followed.add(pid)
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
+def _forked() -> None:
+    """Runs in every process that is forked by this one."""
+    global _forking
+    if _forking is None or _forking[0] != threading.get_ident():
         return
-    except OSError:  # a kernel without pidfd: only the orderly ways to end remain
-        return
-    threading.Thread(target=_wait_and_end, args=(handle,), name="lifeline", daemon=True).start()
+    import torch
+
+    (_, lifeline), _forking = _forking, None
+    _arrive(lifeline.pid, lifeline.cores)
+    torch.set_num_threads(max(1, len(lifeline.cores)))  # OpenMP has read its variable in the trainer,
+    tune_malloc(engine=True)  # and glibc has read its own
 
 
-def _wait_and_end(handle: int) -> None:
-    with contextlib.suppress(InterruptedError):
-        select.select([handle], [], [])  # readable when the process has ended
-    os.kill(os.getpid(), signal.SIGKILL)
+os.register_at_fork(after_in_child=_forked)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rlscale.cluster.process import MALLOC
 from rlscale.config.schema import Config
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE",
                   "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
-# temporary tensors are allocated and freed in every step: keep their pages (glibc; as in cluster.device)
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2147483648", "MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_TOP_PAD_": "67108864",
-          "MALLOC_ARENA_MAX": "1"}  # fmt: skip
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 on CPU is longer than many a prompt, of which no prefix could then be shared
 
 

@@ -39,7 +39,7 @@ from vllm.platforms import current_platform
 
 from rlscale.reshard.layout import Piece
 from rlscale.reshard.transport import region
-from rlscale.reshard.verify import MASK, checksum
+from rlscale.reshard.verify import MASK, position_checksum
 
 BACKEND = "rlscale"
 
@@ -245,7 +245,7 @@ class ShardWriter:
         for target in self.by_module[path]:
             piece = Piece(target.name, 0, target.index, target.parameter, target.at)
             values = region(self._destination(path, target.parameter), piece)
-            total = self.sums.get(target.name, 0) + checksum(values, target.index)
+            total = self.sums.get(target.name, 0) + position_checksum(values, target.index)
             self.sums[target.name] = total & MASK
 
     def _complete(self, path: str) -> None:

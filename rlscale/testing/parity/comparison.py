@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlscale.cluster.collective import gather
 from rlscale.reshard.layout import Layout
 from rlscale.reshard.transport import region
 from rlscale.testing.parity.cases import Case, Difference, one_process, spec_of
@@ -45,10 +46,8 @@ def compare(case: Case, device: Any, prepare: Callable[[Engine], None] | None = 
     if prepare is not None:
         prepare(engine)
     mine = list(_differences(engine, case, truth))
-    everyone: list[Any] = [None] * device.world
-    dist.all_gather_object(everyone, mine)
     worst: dict[str, Difference] = {}
-    for d in itertools.chain(*everyone):
+    for d in itertools.chain(*gather(mine)):
         # a difference that is not a number is the worst of all
         if d.what not in worst or not d.value <= worst[d.what].value:
             worst[d.what] = d

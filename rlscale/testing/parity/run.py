@@ -4,8 +4,8 @@
     deepspeed --num_gpus 2 tools/parity.py --pp 2 --arch llama --recompute
     python tools/parity.py --all                                          # every layout of the support matrix
     python tools/parity.py --random 10 --seed 1                           # supported layouts that the matrix lacks
-    python tools/parity.py --readme README.md                             # write the README's table from the matrix
-    python tools/parity.py --all --check-readme README.md                 # run it all and compare with that table
+    python tools/parity.py --readme docs/parallelism.md                   # write the page's table from the matrix
+    python tools/parity.py --all --check-readme docs/parallelism.md       # run it all and compare with that table
 
 Two optimizer steps on packed ragged documents: prompts shared by several responses, a prompt and a response of one
 token, a document as long as the whole token budget, masked tokens whose advantages are NaN, a response that is masked
@@ -56,7 +56,8 @@ def report(case: Case, found: list[Difference]) -> bool:
 
 def run_here(cases: list[Case], results: str | None) -> int:
     """Run cases in the world that the launcher has started; their differences go to the screen or a file of lines."""
-    from rlscale.cluster.device import follow_launcher, init_distributed
+    from rlscale.cluster.device import init_distributed
+    from rlscale.cluster.process import follow_launcher
 
     follow_launcher()
     device = init_distributed("auto", timeout_s=WITHIN)
@@ -79,7 +80,7 @@ def run_here(cases: list[Case], results: str | None) -> int:
 
 def launch(cases: list[Case], log: Path) -> Iterator[tuple[Case, list[Difference], float]]:
     """Run cases of one world size in as few started worlds as they allow; a case that ends its world is skipped."""
-    from rlscale.cluster.device import free_port
+    from rlscale.cluster.process import free_port
 
     world, left = cases[0].world, list(cases)
     with tempfile.TemporaryDirectory(prefix="rlscale-parity-") as folder:
@@ -171,7 +172,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="which ones")
     add("--world-max", type=int, default=8, help="leave out layouts of more processes (default: %(default)s)")
     add("--list", action="store_true", help="print the commands of the support matrix")
-    add("--readme", metavar="FILE", help="write the table of a README from the matrix")
+    add("--readme", metavar="FILE", help="write the table of this page from the matrix")
     add("--check-readme", metavar="FILE", help="fail if that table is another one")
     add("--cases", help=argparse.SUPPRESS)  # a file of cases to run in this world, and where their results go
     add("--results", help=argparse.SUPPRESS)
