@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlscale.algo.dynamic_sampling import groups_with_contrast
 from rlscale.algo.registry import Registry
 from rlscale.algo.segments import (
     any_valid,
@@ -245,14 +246,13 @@ def _check_needed(
 
 def _group_metrics(b: Batch, invalid: Tensor) -> dict[str, float]:
     """Counts of the groups that give no signal."""
-    ones = torch.ones_like(b.outcome)
-    size = b.per_group(ones)
-    spread_ = b.per_group(b.shifted(b.outcome))
+    size = b.per_group(torch.ones_like(b.outcome))
+    contrast = groups_with_contrast(torch.where(b.usable, b.outcome, torch.nan), b.group)
     return {
         "invalid_rewards": float(invalid.numel()),
         "groups": float((size > 0).sum()),
         "singleton_groups": float((size == 1).sum()),
-        "zero_std_groups": float(((size > 1) & (spread_ == 0)).sum()),
+        "zero_std_groups": float((size > 1).sum() - contrast.numel()),
     }
 
 

@@ -60,13 +60,7 @@ def importance_weights(
     Raises:
         ValueError: unknown level or kind, bounds out of order, shapes that disagree.
     """
-    if level not in ("token", "sequence"):
-        raise ValueError(f"unknown level of importance weights {level!r}; known: sequence, token")
-    if kind not in ("truncate", "icepop"):
-        raise ValueError(f"unknown kind of importance weights {kind!r}; known: icepop, truncate")
-    low = 1.0 / upper if lower is None else lower
-    if not 0.0 <= low <= upper:
-        raise ValueError(f"bounds of importance weights must satisfy 0 <= lower <= upper, got [{low}, {upper}]")
+    low = _lower_bound(level, kind, upper, lower)
     q, valid, n = _clean(log_ratio, mask, cu_seqlens)
     tokens, rows = n.sum().clamp(min=1.0), (n > 0)
     if level == "sequence":
@@ -97,6 +91,17 @@ def importance_weights(
         metrics["batch_norm_factor"] = float(factor)
         w = w / factor if float(factor) > 0 else w
     return w, metrics
+
+
+def _lower_bound(level: str, kind: str, upper: float, lower: float | None) -> float:
+    if level not in ("token", "sequence"):
+        raise ValueError(f"unknown level of importance weights {level!r}; known: sequence, token")
+    if kind not in ("truncate", "icepop"):
+        raise ValueError(f"unknown kind of importance weights {kind!r}; known: icepop, truncate")
+    low = 1.0 / upper if lower is None else lower
+    if not 0.0 <= low <= upper:
+        raise ValueError(f"bounds of importance weights must satisfy 0 <= lower <= upper, got [{low}, {upper}]")
+    return low
 
 
 def rejection_mask(

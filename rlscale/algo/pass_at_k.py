@@ -47,6 +47,13 @@ def maj_at_k(answers: Sequence[Hashable], correct_answer: Hashable, k: int) -> f
     return total / comb(n, k)
 
 
+def majority_score(answers: Sequence[Hashable], scores: Sequence[float]) -> float:
+    """Score of the most frequent answer of a group, that of its last response; the mean over answers that tie."""
+    counts, score = Counter(answers), dict(zip(answers, scores, strict=True))
+    winners = [a for a, count in counts.items() if count == max(counts.values())]
+    return sum(score[a] for a in winners) / len(winners)
+
+
 @lru_cache(maxsize=4096)
 def _ways(counts: tuple[int, ...], draws: int, at_most: int) -> tuple[int, ...]:
     """Ways to draw from the answers, none more than ``at_most`` times, by the number of answers drawn exactly so

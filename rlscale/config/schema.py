@@ -109,7 +109,7 @@ class TrainerConfig:
 
 @dataclass
 class SourceConfig:
-    """One source of prompts; exactly one of ``task``, ``reasoning_gym`` and ``files`` is set."""
+    """One source of prompts; exactly one of ``task``, ``reasoning_gym`` and ``files`` is set (`chosen`)."""
 
     task: str | None = opt(None, "built-in procedural task by name, e.g. addition")
     reasoning_gym: str | None = opt(None, "name of a reasoning-gym task, e.g. chain_sum")
@@ -117,6 +117,10 @@ class SourceConfig:
     size: int = opt(1024, "prompts drawn from a procedural source (files are read whole)", min=1)
     seed: int = opt(0, "seed of a procedural source; train and validation must differ", min=0)
     params: dict[str, Any] = opt({}, "keyword arguments of the procedural task")
+
+    def chosen(self) -> list[str]:
+        """Which of the three are set."""
+        return [kind for kind in ("task", "reasoning_gym", "files") if getattr(self, kind)]
 
 
 @dataclass

@@ -213,7 +213,7 @@ def _draw(s: SourceConfig) -> tuple[object, ...]:
 
 
 def _source(key: str, s: SourceConfig) -> Iterator[Violation]:
-    given = [n for n in ("task", "reasoning_gym", "files") if getattr(s, n)]
+    given = s.chosen()
     if len(given) != 1:
         yield Violation(
             (key,),

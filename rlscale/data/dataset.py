@@ -167,9 +167,9 @@ def _read(sources: list[SourceConfig], cfg: DataConfig, name: str) -> list[tuple
     found: list[tuple[str, RawPrompt]] = []
     errors: list[str] = []
     for number, source in enumerate(sources):
-        chosen = [kind for kind in ("task", "reasoning_gym", "files") if getattr(source, kind)]
-        if len(chosen) != 1:
-            errors.append(f"{name}[{number}]: set exactly one of task, reasoning_gym and files, not {len(chosen)}")
+        count = len(source.chosen())
+        if count != 1:
+            errors.append(f"{name}[{number}]: set exactly one of task, reasoning_gym and files, not {count}")
             continue
         try:
             if source.task:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlscale.algo.dynamic_sampling import groups_with_contrast
 from rlscale.algo.value_loss import explained_variance
 from rlscale.batch.types import PackedBatch, Trajectory
 from rlscale.loop.run import Run
@@ -36,6 +37,7 @@ def batch_metrics(run: Run, trajectories: list[Trajectory], batch: PackedBatch) 
     prompts = batch.prompt_lengths[batch.group]
     groups = int(batch.group.max()) + 1
     stds = torch.stack([batch.rewards[batch.group == g].std(correction=0) for g in range(groups)])
+    no_contrast = torch.ones(groups).index_fill_(0, groups_with_contrast(batch.rewards, batch.group), 0.0)
     assert batch.advantages is not None and batch.returns is not None and batch.token_rewards is not None
     owner = torch.repeat_interleave(torch.arange(batch.num_samples), lengths)
     shaped = torch.zeros(batch.num_samples).index_add_(0, owner, batch.token_rewards)
@@ -44,7 +46,7 @@ def batch_metrics(run: Run, trajectories: list[Trajectory], batch: PackedBatch) 
         "batch/num_tokens": float(prompts.sum() + lengths.sum()),
         "batch/num_response_tokens": float(lengths.sum()),
         "group/reward_std": float(stds.mean()),
-        "group/zero_std_frac": float((stds == 0).float().mean()),
+        "group/zero_std_frac": float(no_contrast.mean()),
         "critic/score/std": float(batch.rewards.std(correction=0)),
         "critic/advantages/std": float(batch.advantages[own].std(correction=0)),
         "response_length/clip_ratio": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 
+from rlscale.algo.pass_at_k import best_at_k, majority_score
 from rlscale.batch.types import Trajectory
 from rlscale.loop import report
 from rlscale.loop.exchange import exchange
@@ -47,14 +48,8 @@ def validation_metrics(trajectories: list[Trajectory], n: int) -> dict[str, floa
         scores = [t.reward for group in groups.values() for t in group]
         out[f"val/{source}/mean@{n}"] = sum(scores) / len(scores)
         if n > 1:
-            out[f"val/{source}/best@{n}"] = sum(max(t.reward for t in g) for g in groups.values()) / len(groups)
-            out[f"val/{source}/maj@{n}"] = sum(_majority(g) for g in groups.values()) / len(groups)
+            best = [best_at_k([t.reward for t in g], len(g)) for g in groups.values()]
+            answers = [([t.response_text.strip() for t in g], [t.reward for t in g]) for g in groups.values()]
+            out[f"val/{source}/best@{n}"] = sum(best) / len(groups)
+            out[f"val/{source}/maj@{n}"] = sum(majority_score(*a) for a in answers) / len(groups)
     return out
-
-
-def _majority(group: list[Trajectory]) -> float:
-    answers = Counter(t.response_text.strip() for t in group)
-    top = max(answers.values())
-    winners = [a for a, count in answers.items() if count == top]
-    by_answer = {t.response_text.strip(): t.reward for t in group}
-    return sum(by_answer[a] for a in winners) / len(winners)

@@ -11,7 +11,8 @@ import torch
 from rlscale.algo.advantages import estimate_advantages
 from rlscale.algo.needs import registries, uses_critic, uses_old_logprobs, uses_reference
 from rlscale.batch.weights import loss_weights
-from rlscale.config import Config, ConfigError, find_violations, load, save
+from rlscale.config import Config, find_violations, load, save
+from rlscale.config.load import read
 from rlscale.loop.objectives import actor_loss, contributing_rows
 from rlscale.reward import scorers, worker
 from rlscale.testing.batches import random_batch
@@ -31,19 +32,16 @@ def messages(tmp_path: Path, *overrides: str) -> list[str]:
     """What is wrong with the algorithms of a configuration."""
     path = tmp_path / "run.yaml"
     path.write_text("model: {path: org/name}\ndata: {train: [{task: addition}]}\ntrainer: {test_freq: -1}\n")
-    try:
-        load(path, overrides, registries=registries())
-    except ConfigError as error:
-        return error.violations
-    return []
+    config, found = read(path, overrides)
+    return [v.message for v in [*found, *find_violations(config, registries=registries())]]
 
 
 def test_the_examples_are_taken_and_the_resolved_configuration_keeps_their_paths(tmp_path: Path) -> None:
     chosen = (f"algorithm.adv_estimator={ESTIMATOR}", f"actor.policy_loss={LOSS}", f"reward.scorer={REWARD}")
     assert messages(tmp_path, *chosen, "algorithm.adv_args.scale=2", "actor.policy_loss_args.strength=0.5") == []
-    cfg = load(tmp_path / "run.yaml", chosen, registries=registries())
+    cfg = load(tmp_path / "run.yaml", chosen)
     save(cfg, tmp_path / "resolved.yaml")
-    again = load(tmp_path / "resolved.yaml", registries=registries())
+    again = load(tmp_path / "resolved.yaml")
     assert again == cfg and again.algorithm.adv_estimator == ESTIMATOR and again.actor.policy_loss == LOSS
 
 
