@@ -97,7 +97,7 @@ def processes() -> None:
     for engine in range(2):
         x = 20 + 470 * engine
         p.box(x + 5, 303, 440, 92, "none", STRONG_GREEN, dashed=True)
-        p.text(x + 225, 320, f"vLLM engine {engine}, TP 2, run by its leader", 12, fill=STRONG_GREEN)
+        p.text(x + 18, 320, f"engine {engine}, TP 2, hosted by rank {2 * engine}", 12, "start", fill=STRONG_GREEN)
         p.arrow(x + 107, 408, x + 107, 442)
         p.text(x + 118, 430, "finished responses, scores back", 12, "start", fill=GREY)
         p.box(x, 444, 450, 56, VIOLET)
@@ -108,18 +108,28 @@ def processes() -> None:
 
 def step() -> None:
     """The data of one step, with the shapes of what moves."""
-    parts = [
-        ("prompts", "G prompts, the same list on every rank", AMBER, "leaders claim groups of prompts from a counter"),
-        ("rollout", "one vLLM engine per rollout group", GREEN, "token ids and log-probs; each response is scored at once"),  # noqa: E501
-        ("exchange", "every rank receives all responses", AMBER, "a few integers per token"),
-        ("batch", "one flat row: tokens [T], cu_seqlens [B+1], prompts once", BLUE, "the work is divided, results are global"),  # noqa: E501
-        ("log-probs, values", "old and reference log-probs, values: [T] each", BLUE, "where the algorithm needs them"),
-        ("advantages, weights", "[T] each, from counts of the whole batch", BLUE, "mini-batches, cut by a token budget"),  # noqa: E501
-        ("update", "Megatron's schedule runs, DeepSpeed ZeRO steps", BLUE, "a plan between two layouts, bounded buckets"),  # noqa: E501
-        ("weight update", "each worker receives the slices that it lacks", GREEN, ""),
-    ]  # fmt: skip
-    p = Picture(960, 30 + 84 * len(parts), "The data of one step")
-    for i, (name, what, fill, then) in enumerate(parts):
+    parts = (
+        ("prompts", "G prompts, the same list on every rank", AMBER),
+        ("rollout", "one vLLM engine per rollout group", GREEN),
+        ("exchange", "every rank receives all responses", AMBER),
+        ("batch", "one flat row: tokens [T], cu_seqlens [B+1], prompts once", BLUE),
+        ("log-probs, values", "old and reference log-probs, values: [T] each", BLUE),
+        ("advantages, weights", "[T] each, from counts of the whole batch", BLUE),
+        ("update", "Megatron's schedule runs, DeepSpeed ZeRO steps", BLUE),
+        ("weight update", "each worker receives the slices that it lacks", GREEN),
+    )
+    between = (
+        "leaders claim groups of prompts from a counter",
+        "token ids and log-probs; each response is scored as soon as it is finished",
+        "a few integers per token",
+        "the work is divided over the ranks, results reach every rank",
+        "where the algorithm needs them",
+        "mini-batches, cut by a token budget and balanced over the ranks",
+        "a plan between two layouts, bounded buckets",
+        "",
+    )
+    p = Picture(960, 84 * len(parts), "The data of one step")
+    for i, ((name, what, fill), then) in enumerate(zip(parts, between, strict=True)):
         y = 20 + 84 * i
         p.box(120, y, 640, 46, fill)
         p.text(140, y + 29, name, 15, "start", bold=True)
@@ -156,15 +166,10 @@ def packed_row() -> None:
     shades = {-1: STRONG_BLUE, 0: STRONG_GREEN, 1: STRONG_AMBER, 2: STRONG_VIOLET}
     size, left, top = 20, 190, 96
     p = Picture(960, top + 40 + size * len(kind) + 30, "A packed row with its attention mask")
-    p.text(
-        24,
-        36,
-        "Two prompts with three and two responses in one packed row. A response attends to its prompt and to itself.",
-        15,
-        "start",
-    )
-    p.text(24, 60, f"{row.length} tokens with shared prompts, {alone.length} if every response brings its own; the last token of a "  # noqa: E501
-           "response predicts nothing and is left out.", 13, "start", fill=GREY)  # fmt: skip
+    title = "Two prompts with three and two responses in a packed row. A response attends to its prompt and to itself."
+    p.text(24, 36, title, 15, "start")
+    count = f"{row.length} tokens with shared prompts, {alone.length} if every response brings its own; "
+    p.text(24, 60, count + "the last token of a response predicts nothing and is left out.", 13, "start", fill=GREY)
     for j, (_, part) in enumerate(kind):
         p.cell(left + size * j, top, size, size, shades[part])
     p.text(left - 12, top + 15, "the row", 13, "end")
@@ -209,13 +214,8 @@ def resharding() -> None:
     sent /= 1e9
     model = sum(volume(whole(shape)) for shape in source.shapes.values()) * 2 / 1e9
     p = Picture(960, 500, "The plan of a weight update")
-    p.text(
-        24,
-        34,
-        "Llama-8B in bf16, from Megatron (TP 2, PP 2) to two vLLM engines (TP 2) on the same four devices",
-        15,
-        "start",
-    )
+    title = "Llama-8B in bf16, from Megatron (TP 2, PP 2) to two vLLM engines (TP 2) on the same four devices"
+    p.text(24, 34, title, 15, "start")
     p.text(130, 66, "trainer ranks hold", 13, fill=GREY)
     p.text(830, 66, "engine workers need", 13, fill=GREY)
     for rank in range(4):
@@ -230,19 +230,13 @@ def resharding() -> None:
             if amount > 0.001:
                 far, own = 80 + 90 * receiver + 36, receiver == rank
                 d = f"M 220 {y + 36} C 420 {y + 36} 540 {far} 740 {far}"
-                p.path(d, GREY if own else STRONG_BLUE, max(1.0, 4 * amount), 0.9 if own else 0.45, dashed=own)
+                p.path(d, LINE if own else STRONG_BLUE, 4 * amount, 0.6 if own else 0.45)
     received = sum(traffic.received.values()) / 1e9
     gathered = sum(model - sum(volume(piece.index) for piece in source.of_rank(r)) * 2 / 1e9 for r in range(4))
-    p.text(
-        24,
-        458,
-        "Solid: moved between ranks, as wide as the bytes. Dashed: already on the device.",
-        13,
-        "start",
-        fill=GREY,
-    )
-    p.text(24, 480, f"The plan moves {received:.1f} GB in total; whole tensors gathered on every rank would be "
-           f"{gathered:.1f} GB. The model has {model:.1f} GB.", 13, "start")  # fmt: skip
+    legend = "Blue: moved between ranks. Grey: already on the device. A line is as wide as its bytes."
+    p.text(24, 458, legend, 13, "start", fill=GREY)
+    total = f"The plan moves {received:.1f} GB in total; gathering whole tensors on every rank would move "
+    p.text(24, 480, f"{total}{gathered:.1f} GB. The model has {model:.1f} GB.", 13, "start")
     p.save("resharding.svg")
 
 

@@ -55,8 +55,8 @@ class TrainerConfig:
     seed: int = opt(1, "seed of initialisation, shuffling and sampling", min=0)
     deterministic: bool = opt(
         False,
-        "two runs of one configuration in one layout give the same metrics bit for bit: kernels that may give another "
-        "sum each time are refused, and every engine gets a fixed share of the prompts, all at once",
+        "two runs of one configuration in one layout give the same metrics bit for bit: kernels without a fixed order "
+        "of summation are refused, and every engine gets a fixed share of the prompts, all at once",
     )
     device: str = opt("auto", "accelerator: auto takes cuda if there is one", choices=("auto", "cpu", "cuda"))
     total_training_steps: int | None = opt(
@@ -68,14 +68,14 @@ class TrainerConfig:
         "steps between checkpoints (weights, optimizer, run state) in checkpoints/; 0: only at the end, -1: none",
         min=-1,
     )
-    async_save: bool = opt(False, "write checkpoints beside the next steps, from a copy in host memory")
-    continue_on_save_error: bool = opt(False, "go on with a warning when a checkpoint cannot be written (disk full)")
+    async_save: bool = opt(False, "write checkpoints during the next steps, from a copy in host memory")
+    continue_on_save_error: bool = opt(False, "continue with a warning when a checkpoint cannot be written (disk full)")
     keep_last: int | None = opt(2, "checkpoints to keep, the last ones; null: all", min=1)
-    keep_every: int = opt(0, "keep the checkpoints of steps that are multiples of this as well; 0: no more", min=0)
+    keep_every: int = opt(0, "also keep the checkpoints of steps that are multiples of this; 0: none", min=0)
     keep_best: str | None = opt(
         None,
-        "metric of which the checkpoint with the highest value is kept as well (-metric: lowest); a checkpoint of a "
-        "step without the metric does not take part",
+        "metric whose best checkpoint is kept as well: the highest value, or the lowest with -metric; checkpoints of "
+        "steps without the metric are ignored",
     )
     export: str = opt(
         "end",
@@ -86,8 +86,8 @@ class TrainerConfig:
     val_before_train: bool = opt(True, "validate before the first step")
     resume_mode: str = opt(
         "disable",
-        "start anew (an earlier run's files move to previous/), from the last whole checkpoint of run_dir if there is "
-        "one, or from resume_from_path",
+        "disable: start anew, and move an earlier run's files to previous/; auto: from the last whole checkpoint of "
+        "run_dir, if there is one; path: from resume_from_path",
         choices=("disable", "auto", "path"),
     )
     resume_from_path: str | None = opt(
@@ -98,12 +98,12 @@ class TrainerConfig:
     rollout_dump_freq: int = opt(1, "steps between rollouts/step_*.jsonl files; 0: none", min=0)
     plots: bool = opt(True, "draw plots/*.png at the end of the run")
     critic_warmup: int = opt(0, "steps in which only the critic is updated", min=0)
-    collective_timeout_s: float = opt(1800.0, "seconds after which a stalled collective ends the run", above=0)
+    collective_timeout_s: float = opt(1800.0, "seconds after which a stalled collective aborts the run", above=0)
     max_time: float | None = opt(
         None, "seconds after which the run stops between two phases, saves its state and exits with code 75", above=0
     )
     stop_grace_s: float = opt(
-        25.0, "seconds that a run has to save its state and end after SIGTERM, SIGINT or SIGUSR1", above=0
+        25.0, "seconds that a run has to save its state and exit after SIGTERM, SIGINT or SIGUSR1", above=0
     )
 
 
@@ -127,9 +127,9 @@ class SourceConfig:
 class DataConfig:
     train: list[SourceConfig] = opt([], "sources of training prompts")
     val: list[SourceConfig] = opt([], "sources of held-out prompts")
-    train_batch_size: int = opt(8, "prompts a step, global", min=1)
-    max_prompt_length: int = opt(512, "tokens a prompt, chat template included", min=1)
-    max_response_length: int = opt(512, "tokens a response", min=1)
+    train_batch_size: int = opt(8, "prompts per step, global", min=1)
+    max_prompt_length: int = opt(512, "tokens per prompt, chat template included", min=1)
+    max_response_length: int = opt(512, "tokens per response", min=1)
     overlong_prompts: str = opt(
         "filter",
         "prompts longer than max_prompt_length: filtered with a count, or an error",
@@ -145,7 +145,7 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    path: str = opt("", "local Hugging Face folder, or a hub name handed to transformers unchanged")
+    path: str = opt("", "local Hugging Face folder, or a hub name that is passed to transformers unchanged")
     tokenizer_path: str | None = opt(None, "tokenizer folder or hub name; null: model.path")
     dtype: str = opt(
         "bfloat16", "working dtype of the weights; the optimizer keeps fp32 masters", choices=("bfloat16", "float32")
@@ -166,10 +166,10 @@ class ParallelConfig:
     sequence_parallel: bool = opt(False, "Megatron sequence parallelism in the norms; needs TP > 1")
     zero_stage: int = opt(1, "DeepSpeed ZeRO stage over the data-parallel ranks", choices=(1, 2, 3))
     param_offload: bool = opt(
-        False, "working weights wait on the host while another model or vLLM has the device; the reference as the actor"
+        False, "working weights move to the host while another model or vLLM uses the device; the reference likewise"
     )
     optimizer_offload: bool = opt(
-        False, "fp32 masters and AdamW moments wait on the host between updates (gradients never outlive an update)"
+        False, "fp32 masters and AdamW moments stay on the host between updates (gradients are freed after each update)"
     )
 
 
@@ -195,13 +195,13 @@ class OptimConfig:
 class ActorConfig:
     parallel: ParallelConfig = opt(ParallelConfig, "layout of the actor")
     optim: OptimConfig = opt(OptimConfig, "optimizer of the actor")
-    ppo_mini_batch_size: int = opt(8, "prompts an optimizer step, global", min=1)
+    ppo_mini_batch_size: int = opt(8, "prompts per optimizer step, global", min=1)
     ppo_epochs: int = opt(1, "passes over each rollout batch", min=1)
     use_dynamic_bsz: bool = opt(True, "cut micro-batches by tokens instead of by sequences")
     ppo_max_token_len_per_gpu: int = opt(
-        4096, "tokens a micro-batch, per rank; a row of Ulysses ranks holds as many on each (use_dynamic_bsz)", min=1
+        4096, "tokens per micro-batch and rank; a row of N Ulysses ranks has N times as many (use_dynamic_bsz)", min=1
     )
-    ppo_micro_batch_size_per_gpu: int = opt(8, "sequences a micro-batch, per rank (without use_dynamic_bsz)", min=1)
+    ppo_micro_batch_size_per_gpu: int = opt(8, "sequences per micro-batch and rank (without use_dynamic_bsz)", min=1)
     share_prompt_prefix: bool = opt(True, "compute the prompt of a group once for all its responses in a micro-batch")
     shuffle: bool = opt(True, "reshuffle prompts between epochs with trainer.seed")
     policy_loss: str = opt("ppo", "policy loss by its name, or as module:function or path/file.py:function")
@@ -220,7 +220,7 @@ class ActorConfig:
     kl_loss_coef: float = opt(0.001, "weight of that KL", min=0)
     kl_loss_type: str = opt("low_var_kl", "estimator of that KL: k1, abs, k2, k3 (= low_var_kl) and their + variants")
     recompute: bool = opt(False, "recompute activations layer by layer in the backward pass")
-    head_chunk_tokens: int = opt(1024, "tokens whose logits exist at one time", min=1)
+    head_chunk_tokens: int = opt(1024, "tokens whose logits exist at the same time", min=1)
 
 
 @dataclass
@@ -230,13 +230,13 @@ class CriticConfig:
     )
     parallel: ParallelConfig = opt(ParallelConfig, "layout of the critic")
     optim: OptimConfig = opt(OptimConfig, "optimizer of the critic")
-    ppo_mini_batch_size: int | None = opt(None, "prompts an optimizer step, global; null: the actor's", min=1)
+    ppo_mini_batch_size: int | None = opt(None, "prompts per optimizer step, global; null: the actor's", min=1)
     ppo_epochs: int | None = opt(None, "passes over each rollout batch; null: the actor's", min=1)
     use_dynamic_bsz: bool = opt(True, "cut micro-batches by tokens instead of by sequences")
     ppo_max_token_len_per_gpu: int = opt(
-        4096, "tokens a micro-batch, per rank; a row of Ulysses ranks holds as many on each (use_dynamic_bsz)", min=1
+        4096, "tokens per micro-batch and rank; a row of N Ulysses ranks has N times as many (use_dynamic_bsz)", min=1
     )
-    ppo_micro_batch_size_per_gpu: int = opt(8, "sequences a micro-batch, per rank (without use_dynamic_bsz)", min=1)
+    ppo_micro_batch_size_per_gpu: int = opt(8, "sequences per micro-batch and rank (without use_dynamic_bsz)", min=1)
     cliprange_value: float = opt(0.5, "values are clipped this far from the old ones in the value loss", above=0)
     loss_agg_mode: str = opt(
         "token-mean",
@@ -249,22 +249,22 @@ class CriticConfig:
 @dataclass
 class RolloutConfig:
     tensor_model_parallel_size: int = opt(1, "ranks (devices) of one vLLM engine", min=1)
-    n: int = opt(8, "responses a prompt", min=1)
+    n: int = opt(8, "responses per prompt", min=1)
     temperature: float = opt(1.0, "sampling temperature in training", above=0)
     top_p: float = opt(1.0, "nucleus sampling in training", above=0, max=1)
     top_k: int = opt(-1, "top-k sampling in training; -1: off", min=-1)
-    val_n: int = opt(1, "responses a held-out prompt", min=1)
+    val_n: int = opt(1, "responses per held-out prompt", min=1)
     val_temperature: float = opt(0.0, "temperature of validation; 0: greedy", min=0)
     val_top_p: float = opt(1.0, "nucleus sampling of validation", above=0, max=1)
     dtype: str | None = opt(None, "dtype of the engine; null: model.dtype", choices=("bfloat16", "float32", None))
-    max_num_seqs: int = opt(64, "responses decoded at one time, per engine", min=1)
-    max_num_batched_tokens: int | None = opt(None, "tokens a scheduler step, per engine; null: vLLM's default", min=1)
-    kv_cache_memory_gb: float = opt(1.0, "GiB of key-value cache a device on CPU", above=0)
+    max_num_seqs: int = opt(64, "responses decoded at the same time, per engine", min=1)
+    max_num_batched_tokens: int | None = opt(None, "tokens per scheduler step and engine; null: vLLM's default", min=1)
+    kv_cache_memory_gb: float = opt(1.0, "GiB of key-value cache per device on CPU", above=0)
     gpu_memory_utilization: float = opt(0.5, "share of the device memory that vLLM may use on GPU", above=0, max=1)
     enforce_eager: bool = opt(True, "no compilation and no CUDA graphs in vLLM")
     enable_prefix_caching: bool = opt(True, "share the key-value cache of equal prefixes")
     prefetch_groups: int = opt(2, "prompts an idle engine claims at a time", min=1)
-    sync_bucket_mb: int = opt(64, "MiB of a bucket of weights on the way to the engine; a rank needs two", min=1)
+    sync_bucket_mb: int = opt(64, "MiB per bucket of weights sent to the engine; a rank needs two", min=1)
     sync_verify: str = opt(
         "first",
         "compare checksums of every tensor between trainer and engine after an update of the weights: always, after "
@@ -277,8 +277,8 @@ class RolloutConfig:
     logprob_check_bound: float = opt(0.1, "mean absolute difference of log-probs above which the run stops", above=0)
     start_timeout_s: float = opt(300.0, "seconds for an engine to start", above=0)
     request_timeout_s: float = opt(1800.0, "seconds for one step's generation", above=0)
-    engine_restarts: int = opt(2, "times in a run that engines which died or stalled are replaced", min=0)
-    engine_args: dict[str, Any] = opt({}, "further arguments of vLLM's engine, handed over unchanged")
+    engine_restarts: int = opt(2, "replacements per run of engines that died or stalled", min=0)
+    engine_args: dict[str, Any] = opt({}, "further arguments of vLLM's engine, passed on unchanged")
 
 
 @dataclass
@@ -298,9 +298,9 @@ class KLControlConfig:
     )
     kl_coef: float = opt(0.001, "(initial) coefficient", min=0)
     horizon: float = opt(10000.0, "samples over which the adaptive and the interval controller correct", above=0)
-    target_kl: float = opt(0.1, "KL the adaptive controller aims at, nats a token", above=0)
+    target_kl: float = opt(0.1, "KL that the adaptive controller aims at, nats per token", above=0)
     target_low: float | None = opt(
-        None, "lower end of the KL that the interval controller lets be, nats a token", above=0
+        None, "lower end of the KL interval that the controller leaves alone, nats per token", above=0
     )
     target_high: float | None = opt(None, "upper end of that interval", above=0)
 
@@ -309,7 +309,7 @@ class KLControlConfig:
 class AlgorithmConfig:
     adv_estimator: str = opt("grpo", "advantage estimator by its name, or as module:function or path/file.py:function")
     adv_args: dict[str, Any] = opt({}, "further keyword arguments of the estimator")
-    gamma: float = opt(1.0, "discount a token", min=0, max=1)
+    gamma: float = opt(1.0, "discount per token", min=0, max=1)
     lam: float = opt(1.0, "lambda of GAE", min=0, max=1)
     norm_adv_by_std_in_grpo: bool = opt(True, "divide by the standard deviation of the group")
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")

@@ -8,11 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from rlscale import cli
+from rlscale.config import load
 from rlscale.config.reference import ALL_KEYS, SOME_KEYS, page
 from rlscale.loop import launch
 
@@ -39,6 +41,14 @@ def test_the_table_of_algorithms_is_current(tmp_path: Path) -> None:
     assert copy.read_text(encoding="utf-8") == TEXTS["docs/algorithms.md"], (
         "run: python tools/list_algorithms.py docs/algorithms.md"
     )
+
+
+def test_the_layers_are_those_of_the_contract() -> None:
+    rows = re.findall(r"^\| \d \| (`[^|]+) \|", TEXTS["docs/architecture.md"], re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = next(c["layers"] for c in project["tool"]["importlinter"]["contracts"] if c["id"] == "rooms")
+    rooms = [set(re.findall(r"\w+", layer)) for layer in layers if not layer.startswith("(")]
+    assert [set(re.findall(r"`(\w+)`", row)) for row in rows] == rooms
 
 
 def anchors(text: str) -> set[str]:
@@ -77,7 +87,8 @@ def commands(text: str) -> list[list[str]]:
                 words.pop()
             if words[-1] != "\\" and "|" not in words and words[1:2] != ["trains"]:  # "rlscale trains ...", a sentence
                 found.append(words)
-    return found
+    in_tables = re.findall(r"`((?:deepspeed|python|rlscale) [^`]+)`", text)
+    return found + [words for words in map(shlex.split, in_tables) if len(words) > 2 and "..." not in words]
 
 
 COMMANDS = sorted({tuple(c) for text in TEXTS.values() for c in commands(text)})
@@ -94,10 +105,11 @@ def test_documented_commands_are_taken(command: tuple[str, ...]) -> None:
         return
     script = next(w for w in words if w.endswith(".py") or w == "-m")
     arguments = words[words.index(script) + 1 :]
-    if script == "launchers/train.py":
+    if script in ("launchers/train.py", "examples/minimal_grpo.py"):
         args = launch.parse(arguments)
         assert (ROOT / args.yaml).is_file() or args.yaml.startswith("my")
-        assert all("=" in override for override in args.overrides)
+        if (ROOT / args.yaml).is_file():
+            load(ROOT / args.yaml, args.overrides)  # every key exists and has a value of its type
         return
     options = [w for w in arguments if w.startswith("--")]
     assert script == "-m" or (ROOT / script).is_file()
