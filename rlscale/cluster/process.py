@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,6 +95,26 @@ def follow(*pids: int, ended: Callable[[], None] = die) -> None:
 
     if handles:
         threading.Thread(target=wait, name="follow", daemon=True).start()
+
+
+def end_after_signal(message: str, within_s: float = 10.0) -> None:
+    """Let no signal of this process wait for long: ``within_s`` seconds after one, the process ends with a message.
+
+    Python's own handlers run on the main thread, which may be waiting in C, for ranks that will never come. Whatever
+    calls `signal.set_wakeup_fd` later takes this over.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while (number := os.read(reading, 1)[0]) not in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            pass
+        time.sleep(within_s)
+        say(message)
+        os._exit(128 + number)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 #: what to do when the launcher has ended

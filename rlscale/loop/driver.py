@@ -30,8 +30,11 @@ def train(checked: Checked, device: Device, started: float, engine: Backend | No
     try:
         return Driver(run, task).run_until_stopped()
     except Exception as error:
-        run.watch.failed(error)
-        raise
+        first = run.watch.failed(error)
+        if first is None:
+            raise
+        what = str(error).partition("\n")[0]  # the launcher ends compilers too, and their output would hide the cause
+        raise RuntimeError(f"rank {first} has failed; then this rank with {type(error).__name__}: {what}") from error
     finally:
         run.close()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DESCRIPTION = "Start a run: deepspeed launchers/train.py --yaml FILE [section.key=value ...] [--dry-run]."
+NOT_STARTED = "ended by a signal before the first step; nothing was changed"
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 STOPPED = 75  # asked to stop, state saved: start it again (EX_TEMPFAIL of sysexits.h)
 
@@ -52,12 +53,13 @@ def main(argv: list[str]) -> int:
             print(describe(checked, world))
         return 0
     from rlscale.cluster.device import init_distributed, prepare_process
-    from rlscale.cluster.process import follow_launcher
+    from rlscale.cluster.process import end_after_signal, follow_launcher
     from rlscale.rollout.vllm.client import start_early
 
     follow_launcher()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run watches for them itself
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    end_after_signal(f"error: rank {rank}: {NOT_STARTED}")
     engine = None
     try:
         trainer = checked.cfg.trainer
@@ -73,7 +75,7 @@ def main(argv: list[str]) -> int:
         return fail("interrupted", rank, INTERRUPTED)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else RUN_ERROR
-        return fail("ended by a signal before the first step; nothing was changed", rank, code, every_rank=True)
+        return fail(NOT_STARTED, rank, code, every_rank=True)
     except Exception as error:
         if lost_contact(error):  # another rank has failed, and its message must come first
             time.sleep(3)

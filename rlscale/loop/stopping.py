@@ -67,7 +67,6 @@ class Watch:
         self._first: dict[int, float] = {}
         self._closed = threading.Event()
         self._handlers: dict[int, Any] = {}
-        self._wakeup = -1
         self._pipe = (-1, -1)
         self._phase = ("", time.time())
         self._failing = self._state_saved = False
@@ -77,7 +76,7 @@ class Watch:
         self._pipe = os.pipe()
         for end in self._pipe:
             os.set_blocking(end, False)
-        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         # a handler of Python's own must exist for the number to be written to the pipe; it has nothing to do
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         process.on_launcher_end = lambda: self.request("the launcher has ended", 128 + signal.SIGTERM)
@@ -90,7 +89,7 @@ class Watch:
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_IGN if self._state_saved else handler)
         if self._pipe[0] >= 0:
-            signal.set_wakeup_fd(self._wakeup)
+            signal.set_wakeup_fd(-1)
         self._handlers = {}
 
     def state_saved(self) -> None:
@@ -129,17 +128,21 @@ class Watch:
         with contextlib.suppress(Exception):
             self.store.set(f"where/{self.rank}", json.dumps(self._phase))
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> int | None:
         """Tell the others that this rank ends with an error, so that none of them waits for it.
 
         To an error that says that a collective has stalled, what every rank is doing is added as a note.
+
+        Returns:
+            The rank that has failed before this one, where there is one: this error follows from that, most likely.
         """
         if STALLED.search(str(error)):
             error.add_note(f"what the ranks are doing:\n{self.report()}")
-        with contextlib.suppress(Exception):
-            if not self.store.check(["failed"]):
-                self.store.set("failed", str(self.rank))
         self._failing = True
+        with contextlib.suppress(Exception):
+            first = int(self.store.compare_set("failed", "", str(self.rank)))
+            return None if first == self.rank else first
+        return None
 
     def report(self) -> str:
         """What every rank was doing and for how long, one a line: for the message about a stalled collective."""

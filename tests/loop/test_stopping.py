@@ -56,6 +56,25 @@ def test_a_limit_of_time_stops_all() -> None:
     assert reason == "trainer.max_time of 0.5 s is over"
 
 
+def failing() -> list[int | None]:
+    """Rank 1 fails, then rank 0, then rank 1 again: what each is told of the first."""
+    import torch.distributed as dist
+
+    from rlscale.loop.stopping import Watch
+
+    watch = Watch(grace_s=60)
+    told = []
+    for rank in (1, 0, 1):
+        if dist.get_rank() == rank:
+            told.append(watch.failed(RuntimeError()))
+        dist.barrier()
+    return told
+
+
+def test_a_rank_that_fails_later_knows_who_was_first() -> None:
+    assert worlds.run(2, failing) == [[1], [None, None]]
+
+
 STUBBORN = """
 import sys, time
 from rlscale.cluster.device import init_distributed
