@@ -134,13 +134,22 @@ def end(program: subprocess.Popen[bytes], pids: set[int]) -> None:
 
 
 def follow(
-    command: list[str], env: dict[str, str], lines: Path, log: Path, limit: float
+    command: list[str],
+    env: dict[str, str],
+    lines: Path,
+    log: Path,
+    limit: float,
+    cwd: Path = ROOT,
+    look: Callable[[Path], None] = lambda _: None,
 ) -> tuple[list[tuple[Any, ...]], float]:
-    """Run a program. (time, CPU seconds so far, object) of each line that it adds to ``lines``; and the peak in GiB."""
+    """Run a program. (time, CPU seconds so far, object) of each line that it adds to ``lines``; and the peak in GiB.
+
+    ``look`` is called with ``log``, where its output goes, fifty times a second.
+    """
     seen: list[tuple[Any, ...]] = []
     with open(log, "wb") as output:
         program = subprocess.Popen(
-            command, env=os.environ | env, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+            command, env=os.environ | env, cwd=cwd, stdout=output, stderr=output, start_new_session=True
         )
     monitor = Monitor(program.pid)
     monitor.start()
@@ -149,6 +158,7 @@ def follow(
     try:
         while True:
             running = program.poll() is None
+            look(log)
             if lines.exists() and lines.stat().st_size > position:
                 now = time.monotonic()
                 with open(lines) as f:
