@@ -19,15 +19,6 @@ _SMALL = 512  # items up to which largest differencing is tried as well
 _ROUNDS = 20_000  # exchanges at most: a bound, not a target
 
 
-def attention_cost(lengths: Sequence[int] | Items, *, hidden: int, attention_share: float = 1.0) -> Items:
-    """Work of a sequence in token equivalents: ``n + attention_share * n^2 / (6 hidden)``.
-
-    Of a transformer layer's forward work ``24 n h^2 + 4 n^2 h`` the second term is the attention. ``[B]`` -> ``[B]``.
-    """
-    n = np.asarray(lengths, dtype=np.float64)
-    return np.rint(n + attention_share * n * n / (6.0 * hidden)).astype(np.int64)
-
-
 def balanced_partition(costs: Sequence[int] | Items, parts: int, *, equal_size: bool = False) -> list[list[int]]:
     """Item numbers of each part, with the largest part sum made small.
 
