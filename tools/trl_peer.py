@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
 def prompts(tokenizer: Any, steps: int, seed: int) -> list[dict[str, Any]]:
     """The prompts of our run's first steps as rows for TRL: prompt (chat), truth, question."""
     from rlscale.config.schema import DataConfig, SourceConfig
-    from rlscale.data import PromptData
+    from rlscale.data.dataset import PromptData
 
     data = PromptData(
         [SourceConfig(task="addition", size=4096, seed=1)],

@@ -120,7 +120,7 @@ def test_reasoning_gym_seeds_do_not_overlap() -> None:
 
 
 def test_importing_reasoning_gym_warns_of_nothing(tmp_path: Path) -> None:
-    code = "import sys, rlscale.data as d; assert 'reasoning_gym' not in sys.modules; d.reasoning_gym.package()"
+    code = "import sys, rlscale.data.dataset as d; assert 'reasoning_gym' not in sys.modules; d.reasoning_gym.package()"
     compiled_anew = [sys.executable, "-X", f"pycache_prefix={tmp_path}", "-c", code]
     ended = subprocess.run(compiled_anew, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0 and "SyntaxWarning" not in ended.stderr, ended.stderr

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from rlscale.observe import Progress, Timers, draw, print_summary, summarize
-from rlscale.observe.plots import PANELS
-from rlscale.observe.progress import duration, shown
+from rlscale.observe.plots import PANELS, draw
+from rlscale.observe.progress import Progress, duration, shown
+from rlscale.observe.summary import print_summary, summarize
+from rlscale.observe.timers import Timers
 from rlscale.observe.writers import METRICS
 
 ROOT = Path(__file__).parents[2]
