@@ -48,7 +48,10 @@ def prompts(tokenizer: Any, steps: int, seed: int) -> list[dict[str, Any]]:
         seed=seed,
         shuffle=True,
     )
-    batches = [data.next_batch() for _ in range(steps)]
+    batches = []
+    for _ in range(steps):
+        batches.append(data.peek())
+        data.advance()
     return [
         {"prompt": p.messages, "truth": str(p.ground_truth), "question": p.messages[-1]["content"]}
         for batch in batches

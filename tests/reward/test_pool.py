@@ -23,8 +23,7 @@ FAULTY = str(Path(__file__).with_name("faulty.py")) + ":by_text"
 
 def make_prompt(scorer: str = "last_number", **changes: object) -> Prompt:
     messages = [{"role": "system", "content": "1 2 3"}, {"role": "user", "content": "What is 3 + 4?"}]
-    fields: dict[str, object] = {"extra_info": {}, "scorer": scorer, **changes}
-    return Prompt(0, "0:x:0", messages, [1], "", "made_up", "7", **fields)  # type: ignore[arg-type]
+    return Prompt(messages, "made_up", "7", **{"scorer": scorer, **changes})  # type: ignore[arg-type]
 
 
 def score_all(pool: RewardPool, texts: list[str], prompt: Prompt | None = None) -> list[Score]:
