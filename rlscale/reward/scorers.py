@@ -37,7 +37,8 @@ def expand(spec: str) -> str:
     """The `module:function` behind a spec; file paths become absolute.
 
     Raises:
-        ValueError: no such built-in scorer, no default one for that data source, or not of the form `module:function`.
+        ValueError: no such built-in scorer, no default one for that data source, no such file, or not of the form
+            `module:function`.
     """
     if spec.startswith("source:"):
         source = spec.removeprefix("source:")
@@ -49,11 +50,8 @@ def expand(spec: str) -> str:
         spec = SOURCES[source]
     if spec in SCORERS:
         return SCORERS[spec]
-    module, colon, function = spec.rpartition(":")
-    if not colon or not module or not function.isidentifier():
-        raise ValueError(
-            f"reward.scorer: {spec!r} is neither module:function, path/file.py:function nor one of {', '.join(SCORERS)}"
-        )
+    if problem := functions.problem("reward.scorer", spec):
+        raise ValueError(f"{problem} (built-in scorers: {', '.join(SCORERS)})")
     return functions.absolute(spec)
 
 

@@ -7,6 +7,7 @@ with an alarm (math-verify) need. It dies with its parent, even in the middle of
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from multiprocessing.connection import Connection
@@ -62,18 +63,11 @@ def call(scorer: scorers.Scorer, arguments: dict[str, Any]) -> tuple[float, str,
 
 def as_number(value: Any) -> float | None:
     """A finite float of a number or bool (numpy's too), None of anything else."""
-    if not isinstance(value, Real) and hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (TypeError, ValueError, RuntimeError):
-            return None
-    if not isinstance(value, Real):
-        return None
-    try:
-        number = float(value)
-    except (OverflowError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        value = value.item() if hasattr(value, "item") else value
+        if isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 if __name__ == "__main__":
