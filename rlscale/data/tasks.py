@@ -25,9 +25,7 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     scorer: str = ""  # spec of rlscale.reward.scorers, used where reward.scorer is null
     where: str = ""  # for messages to the user: file and line, or task and number
-    text: str = (
-        ""  # of the source: the prompt where it is a mere text; then what token_ids stand for, template included
-    )
+    text: str = ""  # where the prompt is a mere text; then what token_ids stand for, template included
     token_ids: list[int] = field(default_factory=list)  # with the chat template and the opening of the answer
     uid: str = ""  # source and row, e.g. 0:addition:17; unique in the data set
     index: int = -1  # position in the data set

@@ -1,8 +1,8 @@
-"""Bytes of the tensors that a piece of code makes and keeps alive: a count, not a sample of the process's memory.
+"""Bytes of the tensors that a piece of code makes and keeps alive: a count, not a sample of the process's memory, in
+which the allocator, threads and libraries hide on a CPU what a layout saves.
 
-A sample of a process's memory also holds what the allocator keeps, threads and libraries; on a CPU that hides what a
-layout saves. This counts the storages of tensors as they are made (by operators that reach PyTorch's dispatcher, in
-the forward and in the backward pass) until the last tensor that uses them is gone, those that autograd keeps included.
+Storages count from the operator that makes them (if it reaches PyTorch's dispatcher, in the forward or the backward
+pass) until the last tensor that uses them is gone, those that autograd keeps included.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class TensorMemory(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return
-        before = self._sizes.get(key)
-        if before is None:
+        if key not in self._sizes:
             weakref.finalize(storage, self._gone, key)
+        self.live += size - self._sizes.get(key, 0)
         self._sizes[key] = size
-        self.live += size - (before or 0)
         self.peak = max(self.peak, self.live)
 
     def _gone(self, key: int) -> None:

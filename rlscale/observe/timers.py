@@ -20,17 +20,15 @@ class Timers:
     """
 
     def __init__(
-        self, synchronize: Callable[[], None] | None = None, on_phase: Callable[[str], None] | None = None
+        self, synchronize: Callable[[], None] = lambda: None, on_phase: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._synchronize = synchronize
-        self._on_phase = on_phase
+        self._synchronize, self._on_phase = synchronize, on_phase
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a ``with`` block as ``phase``, also when it raises."""
-        if self._on_phase:
-            self._on_phase(phase)
+        self._on_phase(phase)
         begin = self._now()
         try:
             yield
@@ -48,6 +46,5 @@ class Timers:
         return taken
 
     def _now(self) -> float:
-        if self._synchronize:
-            self._synchronize()
+        self._synchronize()
         return time.perf_counter()
