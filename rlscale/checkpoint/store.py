@@ -140,7 +140,7 @@ class Store:
         write_json(partial / MANIFEST, content | {"digest": _digest(content)})
         flush_folder(partial)
         final = self.path(step)
-        replaced = _take_away(final) if final.exists() else None
+        replaced = self.set_aside(step, DELETED) if final.exists() else None
         partial.rename(final)
         flush_folder(self.root)
         if replaced is not None:
@@ -188,14 +188,19 @@ class Store:
         return True
 
     def set_aside(self, step: int, ending: str = DAMAGED) -> Path:
-        """Take a checkpoint out of the way, so that it neither counts nor is looked at again."""
-        return _take_away(self.path(step), ending)
+        """Rename a checkpoint, so that it neither counts nor is at any time half there under its own name."""
+        path = self.path(step)
+        target = path.with_name(path.name + ending)
+        if target.exists():
+            shutil.rmtree(target)
+        path.rename(target)
+        return target
 
     def prune(self, retention: Retention) -> list[int]:
         """Delete what the retention lets go, of the complete checkpoints; returns their steps."""
         gone = retention.superseded({whole.step: whole.notes.get("metrics", {}) for whole in self.complete()})
         for step in gone:
-            shutil.rmtree(_take_away(self.path(step)))
+            shutil.rmtree(self.set_aside(step, DELETED))
         return gone
 
 
@@ -271,12 +276,3 @@ def flush_folder(path: Path) -> None:
 
 def _digest(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _take_away(path: Path, ending: str = DELETED) -> Path:
-    """Rename a checkpoint, e.g. before it is deleted: it is at no time half there under its own name."""
-    target = path.with_name(path.name + ending)
-    if target.exists():
-        shutil.rmtree(target)
-    path.rename(target)
-    return target

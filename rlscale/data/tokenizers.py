@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlscale.config.paths import is_hub_name
+from rlscale.config.paths import is_hub_name, resolve_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,13 +100,5 @@ def eos_token_ids(model_path: str, tokenizer: Any) -> list[int]:
 
 
 def _generation_eos(model_path: str) -> int | list[int] | None:
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        file = folder / "generation_config.json"
-        return json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # many models on the hub have none
-        return None
+    file = resolve_folder(str(Path(model_path).expanduser())) / "generation_config.json"
+    return json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None

@@ -111,9 +111,8 @@ def _points(records: Records, name: str) -> tuple[list[int], list[float]]:
 
 def _line(axes: Any, steps: Sequence[int], values: Sequence[float], **style: Any) -> None:
     """A line; few points are marked, so that a single one can be seen."""
-    axes.plot(
-        steps, values, **{"marker": "o" if len(steps) <= 12 else None, "markersize": 4, "linewidth": 1.6, **style}
-    )
+    style.setdefault("marker", "o" if len(steps) <= 12 else None)
+    axes.plot(steps, values, markersize=4, linewidth=1.6, **style)
 
 
 def _panel(axes: Any, panel: Panel, records: Records) -> None:

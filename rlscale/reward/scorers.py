@@ -7,12 +7,7 @@ A *spec* is what names a scorer: a built-in name (`last_number`), the default sc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from rlscale.config import functions
-
-Scorer = Callable[..., Any]
 
 SCORERS = {
     "last_number": "rlscale.reward.verifiers:last_number",
@@ -53,12 +48,3 @@ def expand(spec: str) -> str:
     if problem := functions.problem("reward.scorer", spec):
         raise ValueError(f"{problem} (built-in scorers: {', '.join(SCORERS)})")
     return functions.absolute(spec)
-
-
-def load(target: str) -> Scorer:
-    """The function of an expanded spec. Imports the user's module.
-
-    Raises:
-        ValueError: the file or module is missing or fails to import, or has no such function.
-    """
-    return functions.load("reward.scorer", target)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
 from rlscale.cluster.process import die_with_parent
-from rlscale.reward import scorers
+from rlscale.config import functions
 
 
 def main(fd: int, parent: int) -> None:
@@ -27,11 +28,10 @@ def main(fd: int, parent: int) -> None:
     """
     die_with_parent(parent)
     pipe = Connection(fd)
-    loaded: dict[str, scorers.Scorer] = {}
     try:
         targets: list[str] = pipe.recv()
         try:
-            loaded = {target: scorers.load(target) for target in targets}
+            loaded = {target: functions.load("reward.scorer", target) for target in targets}
         except ValueError as error:
             pipe.send(str(error))
             return
@@ -43,7 +43,7 @@ def main(fd: int, parent: int) -> None:
         return  # the pool is closed or gone
 
 
-def call(scorer: scorers.Scorer, arguments: dict[str, Any]) -> tuple[float, str, dict[str, float]]:
+def call(scorer: Callable[..., Any], arguments: dict[str, Any]) -> tuple[float, str, dict[str, float]]:
     """Run one scorer: its value, an error (empty where there is none), and its further numbers."""
     try:
         result = scorer(**arguments)
