@@ -66,13 +66,11 @@ class PackedBatch:
         return self.prompt_cu_seqlens.numel() - 1
 
     @property
-    def response_lengths(self) -> Tensor:
-        """[B] tokens of each response."""
+    def response_lengths(self) -> Tensor:  # [B] tokens of each response
         return self.cu_seqlens.diff()
 
     @property
-    def prompt_lengths(self) -> Tensor:
-        """[G] tokens of each prompt."""
+    def prompt_lengths(self) -> Tensor:  # [G] tokens of each prompt
         return self.prompt_cu_seqlens.diff()
 
     def token_index(self, samples: Tensor) -> Tensor:
@@ -149,7 +147,7 @@ def pack(trajectories: list[Trajectory]) -> PackedBatch:
     def cu(lists: list[Any]) -> Tensor:
         return _cumulative(torch.tensor([len(one) for one in lists], dtype=torch.int64))
 
-    in_order = [prompts[p] for p in sorted(prompts)]
+    in_order = [prompts[p] for p in order]
     responses = [t.response_ids for t in trajectories]
     return PackedBatch(
         prompt_tokens=flat(in_order, torch.int64),

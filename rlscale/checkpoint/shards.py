@@ -2,8 +2,7 @@
 
 What is saved is a set of *states*, e.g. ``actor/exp_avg``: a `Layout` over canonical (Hugging Face) tensors and this
 rank's buffers. Of a slice that several ranks hold one writes it, or each a part. Read as a layout whose ranks are
-files, a checkpoint serves any other layout: a reader cuts the slices it wants against the slices that the files hold
-and maps just those bytes.
+files, a checkpoint serves any other layout: a reader maps just the bytes of the slices it wants.
 """
 
 from __future__ import annotations

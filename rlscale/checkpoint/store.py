@@ -170,22 +170,17 @@ class Store:
         removed = []
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             match = re.fullmatch(rf"{NAME.pattern}({re.escape(PARTIAL)}|{re.escape(DELETED)})", path.name)
-            if match is None or (match[2] == PARTIAL and self._name(path, self.path(int(match[1])))):
+            if match is None:
                 continue
+            final = self.path(int(match[1]))
+            if match[2] == PARTIAL and not final.exists():
+                with contextlib.suppress(ValueError):
+                    read_manifest(path)
+                    path.rename(final)
+                    continue
             shutil.rmtree(path)
             removed.append(path.name)
         return removed
-
-    def _name(self, partial: Path, final: Path) -> bool:
-        """Make a checkpoint current whose marker had been written when its run was killed; says whether."""
-        if final.exists():
-            return False
-        try:
-            read_manifest(partial)
-        except ValueError:
-            return False
-        partial.rename(final)
-        return True
 
     def set_aside(self, step: int, ending: str = DAMAGED) -> Path:
         """Rename a checkpoint, so that it neither counts nor is at any time half there under its own name."""

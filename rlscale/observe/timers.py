@@ -33,11 +33,7 @@ class Timers:
         try:
             yield
         finally:
-            self.add(phase, self._now() - begin)
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Add time measured elsewhere, e.g. scoring that overlaps with generation."""
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + (self._now() - begin)
 
     def take(self) -> dict[str, float]:
         """``timing_s/<phase>`` of everything since the last call, and start anew."""

@@ -1,10 +1,9 @@
 """Scoring beside generation: worker processes that run scorers, one response at a time each, under a time-out.
 
 Scorers are other people's code on text that a policy under optimisation wrote: they hang (regular expressions, symbolic
-algebra), crash and return nonsense. Each worker is a process of its own with a private pipe, so what happens to one
-response can be told exactly: no answer in time kills that worker and starts another, a closed pipe means that it
-crashed, and no other response notices. Whatever goes wrong is a score of 0 marked as failed and counted, never an
-exception in the middle of a rollout.
+algebra), crash and return nonsense. Each worker has a private pipe, so that a fault concerns one response: no answer in
+time kills that worker and starts another, and a closed pipe means that it crashed. Whatever goes wrong is a score of 0
+marked as failed and counted, never an exception in the middle of a rollout.
 """
 
 from __future__ import annotations
@@ -94,11 +93,12 @@ class RewardPool:
         The scorer is called with `data_source`, `solution_str`, `ground_truth`, `extra_info` (the prompt's, with the
         last user turn under `question` where the data has no such field) and `reward.scorer_args`.
         """
+        question = next((turn["content"] for turn in reversed(prompt.messages) if turn["role"] == "user"), "")
         arguments = {
             "data_source": prompt.data_source,
             "solution_str": response_text,
             "ground_truth": prompt.ground_truth,
-            "extra_info": {"question": question_of(prompt.messages), **prompt.extra_info},
+            "extra_info": {"question": question, **prompt.extra_info},
             **self.cfg.scorer_args,
         }
         target = self.targets[self.cfg.scorer or prompt.scorer]
@@ -214,14 +214,3 @@ def targets_of(cfg: RewardConfig, specs: set[str]) -> dict[str, str]:
         ValueError: a spec is malformed or a data source has no scorer.
     """
     return {spec: scorers.expand(spec) for spec in sorted({cfg.scorer} if cfg.scorer else specs)}
-
-
-def question_of(messages: list[dict[str, Any]]) -> str:
-    """The text of the last user turn."""
-    for message in reversed(messages):
-        if message.get("role") == "user":
-            content = message.get("content")
-            if isinstance(content, list):
-                return " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-            return str(content)
-    return ""
