@@ -110,11 +110,7 @@ def plan_micro_batches(
 
 
 def _units(
-    groups: Iterable[int],
-    prompt: list[int],
-    response: list[int],
-    max_tokens: int | None,
-    max_sequences: int | None,
+    groups: Iterable[int], prompt: list[int], response: list[int], max_tokens: int | None, max_sequences: int | None
 ) -> list[Unit]:
     """The samples of each group; a group above a limit is packed into several units."""
     by_group: dict[int, list[int]] = {}

@@ -58,9 +58,7 @@ class Saver:
         timeout_s: for the ranks to wait for each other.
     """
 
-    def __init__(
-        self, store: Store, retention: Retention, *, asynchronous: bool = False, timeout_s: float = 1800.0,
-    ):  # fmt: skip
+    def __init__(self, store: Store, retention: Retention, *, asynchronous: bool = False, timeout_s: float = 1800.0):
         self.store, self.retention, self.asynchronous = store, retention, asynchronous
         self.rank, self.group = 0, None
         if dist.is_initialized():

@@ -37,12 +37,7 @@ TASKS: dict[str, Task] = {}
 
 def register(name: str) -> Callable[[Task], Task]:
     """Decorator: make a task available as `task: name`."""
-
-    def add(task: Task) -> Task:
-        TASKS[name] = task
-        return task
-
-    return add
+    return lambda task: TASKS.setdefault(name, task)
 
 
 def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[Prompt]:

@@ -68,8 +68,7 @@ class Progress:
         """Show the numbers of a finished step."""
         now = time.monotonic()
         self._durations.append(now - self._last)
-        self._last = now
-        self._done = step
+        self._last, self._done = now, step
         if not self._active:
             return
         left = duration(self.seconds_left())

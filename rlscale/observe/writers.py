@@ -1,8 +1,7 @@
 """The files of a run folder: config.yaml, metrics.jsonl, TensorBoard events and rollouts/step_*.jsonl.
 
-metrics.jsonl is the run's record: one object a step, flushed before the next step begins, so that a killed run keeps
-everything it has shown. What reads it (plots, summary, tools) uses `read_metrics`, which also accepts a file that ends
-in the middle of a line.
+metrics.jsonl is the run's record: one object per step, written before the next step begins, so that a killed run keeps
+everything it has shown. `read_metrics` also accepts a file that ends in the middle of a line.
 """
 
 from __future__ import annotations
