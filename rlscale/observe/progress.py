@@ -25,13 +25,9 @@ SHOWN = (
 
 
 class Progress:
-    """Shows step, reward, KL, entropy, response length, tokens/s and time left.
+    """Shows step, the metrics of `SHOWN` and time left on rank 0, on ``stream`` (default: standard output).
 
-    Args:
-        total_steps: of the run.
-        start: steps already done (a resumed run).
-        rank: of this process; on others than 0 nothing is shown.
-        stream: where to; default standard output.
+    ``start``: steps already done (a resumed run).
     """
 
     def __init__(self, total_steps: int, start: int = 0, rank: int = 0, stream: IO[str] | None = None) -> None:

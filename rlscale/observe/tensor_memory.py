@@ -16,14 +16,9 @@ from torch.utils._pytree import tree_iter
 
 
 class TensorMemory(TorchDispatchMode):
-    """Counts inside a ``with`` block.
+    """Counts inside a ``with`` block: ``live``, the bytes of storages made in it that are alive now, and ``peak``.
 
-    Attributes:
-        live: bytes of storages made in the block that are alive now.
-        peak: the most that were alive at one time.
-
-    What was there before the block (weights) isn't counted; buffers inside one operator, which never become tensors,
-    aren't either.
+    Buffers inside one operator, which never become tensors, aren't counted.
     """
 
     def __init__(self, *known: torch.Tensor) -> None:

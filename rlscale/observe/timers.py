@@ -13,10 +13,8 @@ PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "updat
 class Timers:
     """Adds up seconds by phase; phases may nest and repeat.
 
-    Args:
-        synchronize: called before each reading of the clock, so that work queued on a device is counted where it was
-            started.
-        on_phase: called with the name of each phase as it begins, e.g. to show it.
+    ``synchronize`` is called before each reading of the clock, so that work queued on a device is counted where it was
+    started; ``on_phase`` with the name of each phase as it begins, e.g. to show it.
     """
 
     def __init__(
