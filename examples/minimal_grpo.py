@@ -96,9 +96,9 @@ def train(checked: Checked, device) -> list[float]:
         rollout.start()
         for step in range(1, steps + 1):
             began = time.monotonic()
-
             # 1. sample: the leaders claim prompts and return their shares; then every rank has all responses
-            prompts = data.next_batch()
+            prompts = data.peek()
+            data.advance()
             sampling = Sampling(
                 n=cfg.rollout.n, temperature=cfg.rollout.temperature, top_p=1.0, top_k=-1,
                 max_tokens=cfg.data.max_response_length, seed=1000 * seed + step,

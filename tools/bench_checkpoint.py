@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rlscale.checkpoint import CheckpointData, Retention, Saver, Shards, Store
-from rlscale.checkpoint.shards import State, collect
+from rlscale.checkpoint.saver import CheckpointData, Saver
+from rlscale.checkpoint.shards import Shards, State, collect
+from rlscale.checkpoint.store import Retention, Store, read_manifest
 from rlscale.cluster.process import free_port
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard.canonical import hf_shapes
@@ -84,7 +85,7 @@ def measure(rank: int, args: argparse.Namespace, port: int, folder: str) -> None
     torch.set_num_threads(1)
     states = model_states(args.model, rank, args.ranks, args.states)
     content = CheckpointData(states, {"step": 1})
-    values = torch.cat([t.reshape(-1) for t in collect(states, rank).tensors.values()])
+    values = torch.cat([t.reshape(-1) for t in collect(states, rank)[0].values()])
     root = Path(folder)
     savers = {kind: Saver(Store(root / kind), Retention(keep_last=1), asynchronous=kind == "beside")
               for kind in ("step", "beside")}  # fmt: skip
@@ -113,7 +114,7 @@ def measure(rank: int, args: argparse.Namespace, port: int, folder: str) -> None
 
 
 def load(store: Store, step: int, states: dict[str, State], rank: int) -> None:
-    manifest = store.open(step)
+    manifest = read_manifest(store.path(step))
     manifest.verify(sorted(manifest.files)[rank :: dist.get_world_size()])
     shards = Shards(manifest)
     for state, (layout, buffers) in states.items():

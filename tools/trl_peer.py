@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
 def prompts(tokenizer: Any, steps: int, seed: int) -> list[dict[str, Any]]:
     """The prompts of our run's first steps as rows for TRL: prompt (chat), truth, question."""
     from rlscale.config.schema import DataConfig, SourceConfig
-    from rlscale.data import PromptData
+    from rlscale.data.dataset import PromptData
 
     data = PromptData(
         [SourceConfig(task="addition", size=4096, seed=1)],
@@ -48,7 +48,10 @@ def prompts(tokenizer: Any, steps: int, seed: int) -> list[dict[str, Any]]:
         seed=seed,
         shuffle=True,
     )
-    batches = [data.next_batch() for _ in range(steps)]
+    batches = []
+    for _ in range(steps):
+        batches.append(data.peek())
+        data.advance()
     return [
         {"prompt": p.messages, "truth": str(p.ground_truth), "question": p.messages[-1]["content"]}
         for batch in batches

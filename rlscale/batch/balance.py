@@ -19,15 +19,6 @@ _SMALL = 512  # items up to which largest differencing is tried as well
 _ROUNDS = 20_000  # exchanges at most: a bound, not a target
 
 
-def attention_cost(lengths: Sequence[int] | Items, *, hidden: int, attention_share: float = 1.0) -> Items:
-    """Work of a sequence in token equivalents: ``n + attention_share * n^2 / (6 hidden)``.
-
-    Of a transformer layer's forward work ``24 n h^2 + 4 n^2 h`` the second term is the attention. ``[B]`` -> ``[B]``.
-    """
-    n = np.asarray(lengths, dtype=np.float64)
-    return np.rint(n + attention_share * n * n / (6.0 * hidden)).astype(np.int64)
-
-
 def balanced_partition(costs: Sequence[int] | Items, parts: int, *, equal_size: bool = False) -> list[list[int]]:
     """Item numbers of each part, with the largest part sum made small.
 
@@ -72,10 +63,8 @@ def _largest_differencing(c: Items, parts: int, equal_size: bool) -> list[list[i
     """Karmarkar-Karp for several parts: merge the two partial solutions with the widest spread, large against small."""
     order = np.argsort(c, kind="stable").tolist()
     cost = c.tolist()
-    if equal_size:  # start from blocks of one item a part, so that sizes stay equal
-        blocks = [order[k : k + parts] for k in range(0, len(order), parts)]
-    else:
-        blocks = [[i] for i in order]
+    size = parts if equal_size else 1  # blocks of one item per part keep sizes equal
+    blocks = [order[k : k + size] for k in range(0, len(order), size)]
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for number, block in enumerate(blocks):
         slots = sorted(((cost[i], [i]) for i in block), key=lambda s: s[0])
@@ -129,10 +118,8 @@ def _insert(c: Items, m: Items, item: int) -> Items:
 
 
 def _best_swap(c: Items, top: Items, low: Items, gap: int, equal_size: bool) -> tuple[int, int | None] | None:
-    """Positions in ``top`` and in ``low`` (``None``: a plain move) whose exchange moves closest to half the gap.
-
-    It must move more than 0 and less than the gap, so that both parts end below the heavier one.
-    """
+    """Positions in ``top`` and in ``low`` (``None``: a plain move) whose exchange moves closest to half the gap: more
+    than 0 and less than the gap, so that both parts end below the heavier one."""
     a = c[top]
     b = c[low] if equal_size else np.concatenate((np.zeros(1, dtype=np.int64), c[low]))  # 0 stands for a plain move
     if not a.size or not b.size:
@@ -148,6 +135,4 @@ def _best_swap(c: Items, top: Items, low: Items, gap: int, equal_size: bool) -> 
     if best is None:
         return None
     _, give, take = best
-    if equal_size:
-        return give, take
-    return give, (take - 1 if take > 0 else None)
+    return give, take if equal_size else take - 1 if take > 0 else None

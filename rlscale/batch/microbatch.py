@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 from rlscale.batch.balance import balanced_partition
 from rlscale.batch.types import PackedBatch
 
-Cost = Callable[[list[int]], int]  # tokens of a unit, from its rows
+Unit = list[int]  # samples
+Cost = Callable[[Unit], int]  # tokens of a unit
 _ACCEPTABLE_IMBALANCE = 1.05  # max / mean over ranks above which groups are cut
 
 
@@ -63,17 +64,18 @@ def pack_by_budget(
 def plan_micro_batches(
     batch: PackedBatch, num_ranks: int, *, max_tokens: int | None, max_sequences: int | None, share_prefix: bool
 ) -> list[list[Tensor]]:
-    """``[rank][micro-batch]`` -> rows ``[b]`` int64 of the batch, ascending.
+    """``[rank][micro-batch]`` -> samples ``[b]`` int64 of the batch, ascending.
 
-    Every row stands exactly once; every rank has the same number of micro-batches, some of them possibly empty.
+    Every sample stands exactly once; every rank has the same number of micro-batches, some of them possibly empty.
 
     Args:
         batch: the global mini-batch; num_ranks: data-parallel ranks.
-        max_tokens: prompt and response tokens a micro-batch; ``None``: no limit. max_sequences: rows a micro-batch.
-        share_prefix: the prompt of several rows counts (and is computed) once a micro-batch.
+        max_tokens: prompt and response tokens per micro-batch; ``None``: no limit. max_sequences: samples per
+            micro-batch.
+        share_prefix: the prompt of several samples counts (and is computed) once per micro-batch.
 
     Raises:
-        ValueError: neither limit given or below 1, or one row alone exceeds ``max_tokens`` (named).
+        ValueError: neither limit given or below 1, or one sample alone exceeds ``max_tokens`` (named).
     """
     if num_ranks < 1 or (max_tokens is None and max_sequences is None):
         raise ValueError(
@@ -84,84 +86,69 @@ def plan_micro_batches(
             raise ValueError(f"{name} must be at least 1, got {limit}")
     response = batch.response_lengths.tolist()
     prompt = batch.prompt_lengths[batch.group].tolist()
-    for row, (p, r) in enumerate(zip(prompt, response, strict=True)):
+    for sample, (p, r) in enumerate(zip(prompt, response, strict=True)):
         if max_tokens is not None and p + r > max_tokens:
             raise ValueError(
-                f"sample {row} has {p + r} tokens (prompt {p}, response {r}), more than the budget of {max_tokens} "
+                f"sample {sample} has {p + r} tokens (prompt {p}, response {r}), more than the budget of {max_tokens} "
                 f"tokens a micro-batch"
             )
-    units = _units(batch.group.tolist(), prompt, response, max_tokens, max_sequences, share_prefix)
 
-    def cost(rows: list[int]) -> int:
-        return prompt[rows[0]] + sum(response[r] for r in rows)
+    def cost(unit: Unit) -> int:
+        return prompt[unit[0]] + sum(response[sample] for sample in unit)
 
-    units, ranks = _divide(units, cost, num_ranks)
-    plans = [
-        [[r for u in micro for r in units[u]] for micro in _pack(part, units, cost, max_tokens, max_sequences)]
-        for part in ranks
+    groups = batch.group.tolist() if share_prefix else range(batch.num_samples)
+    plans: list[list[list[int]]] = []
+    for units in _divide(_units(groups, prompt, response, max_tokens, max_sequences), cost, num_ranks):
+        costs = [cost(unit) for unit in units]
+        budget = max_tokens or max(sum(costs), 1)
+        bins = pack_by_budget(costs, budget, counts=[len(unit) for unit in units], max_count=max_sequences)
+        plans.append([sorted(sample for k in members for sample in units[k]) for members in bins])
+    count = max(len(plan) for plan in plans)
+    return [
+        [torch.tensor(samples, dtype=torch.int64) for samples in plan + [[]] * (count - len(plan))] for plan in plans
     ]
-    count = max((len(p) for p in plans), default=0)
-    return [[torch.tensor(sorted(rows), dtype=torch.int64) for rows in p + [[]] * (count - len(p))] for p in plans]
 
 
 def _units(
-    group: list[int],
-    prompt: list[int],
-    response: list[int],
-    max_tokens: int | None,
-    max_sequences: int | None,
-    share_prefix: bool,
-) -> list[list[int]]:
-    """Rows of each unit; a group above a limit is packed into several units."""
-    if not share_prefix:
-        return [[r] for r in range(len(group))]
+    groups: Iterable[int], prompt: list[int], response: list[int], max_tokens: int | None, max_sequences: int | None
+) -> list[Unit]:
+    """The samples of each group; a group above a limit is packed into several units."""
     by_group: dict[int, list[int]] = {}
-    for row, g in enumerate(group):
-        by_group.setdefault(g, []).append(row)
-    units: list[list[int]] = []
-    for rows in by_group.values():
-        pieces = [rows]
+    for sample, g in enumerate(groups):
+        by_group.setdefault(g, []).append(sample)
+    units: list[Unit] = []
+    for samples in by_group.values():
+        pieces = [samples]
         if max_tokens is not None:
-            free = max_tokens - prompt[rows[0]]
-            pieces = [[rows[k] for k in piece] for piece in pack_by_budget([response[r] for r in rows], free)]
-        size = max_sequences or len(rows)
+            free = max_tokens - prompt[samples[0]]
+            pieces = [[samples[k] for k in piece] for piece in pack_by_budget([response[s] for s in samples], free)]
+        size = max_sequences or len(samples)
         units += [piece[k : k + size] for piece in pieces for k in range(0, len(piece), size)]
     return units
 
 
-def _divide(units: list[list[int]], cost: Cost, num_ranks: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Units, the large ones cut where the ranks would be uneven otherwise, and the unit numbers of each rank."""
-    costs = [cost(u) for u in units]
-    total = sum(costs)
-    best: tuple[int, list[list[int]], list[list[int]]] | None = None
+def _divide(units: list[Unit], cost: Cost, num_ranks: int) -> list[list[Unit]]:
+    """The units of each rank, the large ones cut where the ranks would be uneven otherwise."""
+    total = sum(map(cost, units))
+    lowest, divided = math.inf, list[list[Unit]]()
     for pieces_a_rank in (0, 1, 2, 4, 8):  # 0: nothing is cut; else no unit above 1 / pieces_a_rank of a rank's share
-        trial = units if pieces_a_rank == 0 else _cut(units, costs, cost, total / (num_ranks * pieces_a_rank))
-        trial_costs = [cost(u) for u in trial]
-        parts = balanced_partition(trial_costs, num_ranks)
-        heaviest = max(sum(trial_costs[u] for u in p) for p in parts)
-        if best is None or heaviest < best[0]:
-            best = heaviest, trial, parts
+        trial = units if pieces_a_rank == 0 else _cut(units, cost, total / (num_ranks * pieces_a_rank))
+        costs = [cost(unit) for unit in trial]
+        parts = balanced_partition(costs, num_ranks)
+        heaviest = max(sum(costs[u] for u in part) for part in parts)
+        if heaviest < lowest:
+            lowest, divided = heaviest, [[trial[u] for u in part] for part in parts]
         if heaviest * num_ranks <= _ACCEPTABLE_IMBALANCE * total:
             break
-    assert best is not None
-    return best[1], best[2]
+    return divided
 
 
-def _cut(units: list[list[int]], costs: list[int], cost: Cost, limit: float) -> list[list[int]]:
+def _cut(units: list[Unit], cost: Cost, limit: float) -> list[Unit]:
     """Units above ``limit`` in even pieces (each of them computes the prompt again)."""
-    out: list[list[int]] = []
-    for rows, total in zip(units, costs, strict=True):
-        pieces = min(len(rows), math.ceil(total / limit)) if total > limit else 1
-        parts = balanced_partition([cost([r]) for r in rows], pieces)
-        out += [[rows[k] for k in part] for part in parts if part]
+    out: list[Unit] = []
+    for unit in units:
+        total = cost(unit)
+        pieces = min(len(unit), math.ceil(total / limit)) if total > limit else 1
+        parts = balanced_partition([cost([sample]) for sample in unit], pieces)
+        out += [[unit[k] for k in part] for part in parts if part]
     return out
-
-
-def _pack(
-    part: list[int], units: list[list[int]], cost: Cost, max_tokens: int | None, max_sequences: int | None
-) -> list[list[int]]:
-    """Unit numbers of each micro-batch of one rank."""
-    costs = [cost(units[u]) for u in part]
-    budget = max_tokens if max_tokens is not None else max(sum(costs), 1)
-    bins = pack_by_budget(costs, budget, counts=[len(units[u]) for u in part], max_count=max_sequences)
-    return [[part[k] for k in members] for members in bins]

@@ -15,9 +15,7 @@ def num_mini_batches(prompts: int, size: int, epochs: int) -> int:
     return epochs * -(-prompts // size)
 
 
-def mini_batches(
-    batch: PackedBatch, size: int, epochs: int, shuffle_seed: tuple[int, int] | None
-) -> Iterator[Tensor]:
+def mini_batches(batch: PackedBatch, size: int, epochs: int, shuffle_seed: tuple[int, int] | None) -> Iterator[Tensor]:
     """[b] int64: the responses of each mini-batch, epoch after epoch; the responses to a prompt stay together.
 
     Args:

@@ -1,17 +1,16 @@
 """The two shapes of experience: a `Trajectory` (one response, Python lists) and a `PackedBatch` (many, flat tensors);
 and what a loss function is on them.
 
-A batch holds response tokens only, in one row, with the prompts beside it: every per-token quantity of an algorithm
-(mask, log-probs, values, advantages, loss weights) is 1-D and aligned with the response tokens, and a prompt that
-several responses share is stored once. The batch is the *global* one and identical on every rank: it is made of a few
-integers a token, so that every statistic of an algorithm (group mean, whitening, loss weight) is computed from global
-counts by construction, and only the model's work is divided over ranks.
+A batch holds the response tokens one after another, with the prompts beside them; a prompt that several responses share
+is stored once. The batch is the *global* one and identical on every rank (a few integers per token), so that every
+statistic of an algorithm (group mean, whitening, loss weight) comes from global counts, and only the model's work is
+divided over ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,7 +56,6 @@ class PackedBatch:
     advantages: Tensor | None = None  # [T] float32
     returns: Tensor | None = None  # [T] float32
     weights: Tensor | None = None  # [T] float32: loss weight of each token, from global counts
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -68,13 +66,11 @@ class PackedBatch:
         return self.prompt_cu_seqlens.numel() - 1
 
     @property
-    def response_lengths(self) -> Tensor:
-        """[B] tokens of each response."""
+    def response_lengths(self) -> Tensor:  # [B] tokens of each response
         return self.cu_seqlens.diff()
 
     @property
-    def prompt_lengths(self) -> Tensor:
-        """[G] tokens of each prompt."""
+    def prompt_lengths(self) -> Tensor:  # [G] tokens of each prompt
         return self.prompt_cu_seqlens.diff()
 
     def token_index(self, samples: Tensor) -> Tensor:
@@ -87,17 +83,11 @@ class PackedBatch:
     def select(self, samples: Tensor) -> PackedBatch:
         """The batch of some responses (``samples``: [b] int64), in that order. Prompts are kept whole and in place."""
         index = self.token_index(samples)
-        out: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in PER_TOKEN and value is not None:
-                value = value[index]
-            elif f.name in ("group", "rewards"):
-                value = value[samples]
-            out[f.name] = value
-        out["cu_seqlens"] = _cumulative(self.response_lengths[samples])
-        out["extra"] = dict(self.extra)
-        return PackedBatch(**out)
+        per_token = {k: v[index] for k, v in vars(self).items() if v is not None and k not in _NOT_PER_TOKEN}
+        cu_seqlens = _cumulative(self.response_lengths[samples])
+        return replace(
+            self, group=self.group[samples], rewards=self.rewards[samples], cu_seqlens=cu_seqlens, **per_token
+        )
 
     def with_one_more_token(self) -> PackedBatch:
         """The same sequences with one token of any kind after each response, and no per-token quantities."""
@@ -118,8 +108,10 @@ class PackedBatch:
         """The batch with every tensor on a device, which a loss function gets; itself for a CPU."""
         if device.type == "cpu":
             return self
-        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return PackedBatch(**moved)
+        return replace(self, **{name: v.to(device) for name, v in vars(self).items() if v is not None})
+
+
+_NOT_PER_TOKEN = ("prompt_tokens", "prompt_cu_seqlens", "group", "cu_seqlens", "rewards")
 
 
 @dataclass
@@ -133,19 +125,6 @@ class ModelOut:
 
 #: the micro-batch's share of the loss (a sum weighted by its ``weights``, so that shares add up), and sums for the log
 LossFn = Callable[[ModelOut, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
-
-PER_TOKEN = (
-    "tokens",
-    "mask",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "values",
-    "token_rewards",
-    "advantages",
-    "returns",
-    "weights",
-)
 
 
 def pack(trajectories: list[Trajectory]) -> PackedBatch:
@@ -168,7 +147,7 @@ def pack(trajectories: list[Trajectory]) -> PackedBatch:
     def cu(lists: list[Any]) -> Tensor:
         return _cumulative(torch.tensor([len(one) for one in lists], dtype=torch.int64))
 
-    in_order = [prompts[p] for p in sorted(prompts)]
+    in_order = [prompts[p] for p in order]
     responses = [t.response_ids for t in trajectories]
     return PackedBatch(
         prompt_tokens=flat(in_order, torch.int64),

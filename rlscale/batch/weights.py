@@ -1,4 +1,4 @@
-"""Loss weights are data: every aggregation mode is one weight a token, computed once from global counts.
+"""Loss weights are data: every aggregation mode is one weight per token, computed once from global counts.
 
 A loss is then a plain weighted sum, so that any split of the mini-batch into micro-batches, data-parallel ranks or
 sequence shards adds up to the same number. A token whose mask is 0 has weight 0.
@@ -48,20 +48,18 @@ def loss_weights(
     valid = mask > 0
     counts = torch.zeros(mask.numel() + 1, dtype=torch.int64, device=mask.device)
     torch.cumsum(valid, 0, out=counts[1:])
-    per_row = counts[cu_seqlens].diff()
-    tokens = max(float(per_row.sum()) if num_tokens is None else float(num_tokens), 1.0)
-    rows = max(float((per_row > 0).sum()) if num_sequences is None else float(num_sequences), 1.0)
-    if mode == "token-mean":
-        row_weight = torch.full_like(per_row, 1.0 / tokens, dtype=torch.float64)
-    elif mode == "token-sum":
-        row_weight = torch.ones_like(per_row, dtype=torch.float64)
-    elif mode == "seq-mean-token-sum":
-        row_weight = torch.full_like(per_row, 1.0 / rows, dtype=torch.float64)
-    elif mode == "seq-mean-token-mean":
-        row_weight = 1.0 / (rows * per_row.clamp(min=1).double())
-    else:
-        if scale_factor is None or not scale_factor > 0:
-            raise ValueError(f"loss_agg_mode {mode} needs loss_scale_factor > 0, got {scale_factor}")
-        row_weight = torch.full_like(per_row, 1.0 / (rows * scale_factor), dtype=torch.float64)
-    weight = torch.repeat_interleave(row_weight, cu_seqlens.diff()).to(dtype)
+    per_sample = counts[cu_seqlens].diff()
+    tokens = max(float(per_sample.sum()) if num_tokens is None else float(num_tokens), 1.0)
+    samples = max(float((per_sample > 0).sum()) if num_sequences is None else float(num_sequences), 1.0)
+    if mode == "seq-mean-token-sum-norm" and (scale_factor is None or not scale_factor > 0):
+        raise ValueError(f"loss_agg_mode {mode} needs loss_scale_factor > 0, got {scale_factor}")
+    divisors: dict[str, float | Tensor] = {
+        "token-mean": tokens,
+        "token-sum": 1.0,
+        "seq-mean-token-sum": samples,
+        "seq-mean-token-mean": samples * per_sample.clamp(min=1).double(),
+        "seq-mean-token-sum-norm": samples * (scale_factor or 1.0),
+    }
+    sample_weight = torch.ones_like(per_sample, dtype=torch.float64) / divisors[mode]
+    weight = torch.repeat_interleave(sample_weight, cu_seqlens.diff()).to(dtype)
     return torch.where(valid, weight, weight.new_zeros(()))

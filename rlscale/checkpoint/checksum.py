@@ -27,13 +27,14 @@ class Checksum:
     def update(self, data: memoryview | bytes) -> None:
         """Append bytes."""
         view = memoryview(data)
-        if self.rest or len(view) < BLOCK:
-            missing = min(BLOCK - len(self.rest), len(view))
+        if self.rest:
+            missing = BLOCK - len(self.rest)
             self.rest += view[:missing]
             view = view[missing:]
-            if len(self.rest) == BLOCK:
-                self._blocks(memoryview(bytes(self.rest)))
-                self.rest.clear()
+            if len(self.rest) < BLOCK:
+                return
+            self._blocks(memoryview(self.rest))
+            self.rest = bytearray()
         whole = len(view) - len(view) % BLOCK
         if whole:
             self._blocks(view[:whole])
@@ -46,10 +47,3 @@ class Checksum:
     def value(self) -> int:
         """The checksum of all bytes so far, 32 bits."""
         return zlib.crc32(self.rest, self.crc)
-
-
-def checksum(data: memoryview | bytes) -> int:
-    """The checksum of bytes that are there at once."""
-    out = Checksum()
-    out.update(data)
-    return out.value()

@@ -12,13 +12,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from rlscale.checkpoint.shards import LAYOUT, RankShard, State, collect, file_of, snapshot, write_tensors
+from rlscale.checkpoint.shards import LAYOUT, State, collect, file_of, snapshot, write_tensors
 from rlscale.checkpoint.store import Entry, Retention, Store, write_json
 from rlscale.cluster.collective import on_each, on_first
 
@@ -59,9 +58,7 @@ class Saver:
         timeout_s: for the ranks to wait for each other.
     """
 
-    def __init__(
-        self, store: Store, retention: Retention, *, asynchronous: bool = False, timeout_s: float = 1800.0,
-    ):  # fmt: skip
+    def __init__(self, store: Store, retention: Retention, *, asynchronous: bool = False, timeout_s: float = 1800.0):
         self.store, self.retention, self.asynchronous = store, retention, asynchronous
         self.rank, self.group = 0, None
         if dist.is_initialized():
@@ -79,16 +76,15 @@ class Saver:
             SaveError: this save, or the asynchronous one before it, failed on some rank.
         """
         self.wait()
-        own = collect(content.states, self.rank)
+        tensors, layout = collect(content.states, self.rank)
         if self.asynchronous:
-            own.tensors, self.memory = snapshot(own.tensors, self.memory)
-            self.thread = threading.Thread(
-                target=self._write, args=(step, own, content), name=f"save-{step}", daemon=True
-            )
+            tensors, self.memory = snapshot(tensors, self.memory)
+            args = (step, tensors, layout, content)
+            self.thread = threading.Thread(target=self._write, args=args, name=f"save-{step}", daemon=True)
             self.thread.start()
         else:
-            self._write(step, own, content)
-            self._raise()
+            self._write(step, tensors, layout, content)
+            self.wait()
 
     def wait(self) -> None:
         """Wait until nothing is on its way.
@@ -99,21 +95,32 @@ class Saver:
         if self.thread is not None:
             self.thread.join()
             self.thread = None
-            self._raise()
-
-    def _raise(self) -> None:
         failure, self.failure = self.failure, None
         if failure is not None:
             raise SaveError(failure)
 
-    def _write(self, step: int, own: RankShard, content: CheckpointData) -> None:
+    def _write(self, step: int, tensors: dict[str, Tensor], layout: Any, content: CheckpointData) -> None:
         """Every rank writes its files, the first one the rest; ``failure``, alike on all: what went wrong."""
         folder, failed = self.store.partial(step), f"checkpoint {self.store.path(step)} could not be written"
         together: Any = {"group": self.group, "raised": SaveError, "describe": self._describe}
+
+        def write_files() -> dict[str, Entry]:
+            name, values = file_of(self.rank), own_file(self.rank)
+            return {
+                name: write_tensors(folder / name, tensors),
+                values: write_json(folder / values, dict(content.own)),
+            }
+
+        def publish() -> None:
+            files = {name: entry for of_rank in written for name, entry in of_rank.items()}
+            files[LAYOUT] = write_json(folder / LAYOUT, layout)
+            files[RUN] = write_json(folder / RUN, dict(content.run))
+            self.store.publish(step, files, content.notes)
+
         try:
             on_first(lambda: self.store.begin(step), **together)
-            written = on_each(lambda: self._files(folder, own, content), **together)
-            on_first(lambda: self._publish(step, written, own, content), **together)
+            written = on_each(write_files, **together)
+            on_first(publish, **together)
             failed = f"checkpoint {self.store.path(step)} is complete, but older ones stay"
             on_first(lambda: self.store.prune(self.retention), **together)
         except SaveError as error:
@@ -126,18 +133,3 @@ class Saver:
     def _describe(self, error: Exception) -> str:
         what = error.strerror or error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         return f"rank {self.rank}: {what}"
-
-    def _publish(self, step: int, written: list[dict[str, Entry]], own: RankShard, content: CheckpointData) -> None:
-        folder = self.store.partial(step)
-        files = {name: entry for of_rank in written for name, entry in of_rank.items()}
-        files[LAYOUT] = write_json(folder / LAYOUT, own.layout)
-        files[RUN] = write_json(folder / RUN, dict(content.run))
-        self.store.publish(step, files, content.notes)
-
-    def _files(self, folder: Path, own: RankShard, content: CheckpointData) -> dict[str, Entry]:
-        """This rank's files."""
-        tensors, values = file_of(self.rank), own_file(self.rank)
-        return {
-            tensors: write_tensors(folder / tensors, own.tensors),
-            values: write_json(folder / values, dict(content.own)),
-        }

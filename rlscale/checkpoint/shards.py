@@ -2,30 +2,26 @@
 
 What is saved is a set of *states*, e.g. ``actor/exp_avg``: a `Layout` over canonical (Hugging Face) tensors and this
 rank's buffers. Of a slice that several ranks hold one writes it, or each a part. Read as a layout whose ranks are
-files, a checkpoint serves any other layout: a reader cuts the slices it wants against the slices that the files hold
-and maps just those bytes.
+files, a checkpoint serves any other layout: a reader maps just the bytes of the slices it wants.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlscale.checkpoint.checksum import Checksum
-from rlscale.checkpoint.store import Damaged, Entry, Manifest
+from rlscale.checkpoint.store import CHUNK, Damaged, Entry, Manifest, write_file
 from rlscale.reshard.layout import Box, Layout, Piece, divide, intersect, subtract, volume, whole
 from rlscale.reshard.safetensors_file import TYPES, make_header, read_header
 from rlscale.reshard.transport import region
 
 LAYOUT = "layout.json"
-CHUNK = 8 * 2**20  # bytes written at a time
 SHARE_ELEMENTS = 2**16  # slices held by several ranks are divided among them from this size on
 
 State = tuple[Layout, Mapping[str, Tensor]]  # who holds what, and this rank's buffers by the layout's keys
@@ -73,16 +69,9 @@ def _disjoint(layout: Layout) -> Iterator[tuple[Box, list[Piece]]]:
             taken.append(box)
 
 
-@dataclass
-class RankShard:
-    """What this rank writes: tensors by their names in its file, and the whole layout for `LAYOUT` (on every rank)."""
-
-    tensors: dict[str, Tensor]
-    layout: dict[str, Any]
-
-
-def collect(states: Mapping[str, State], rank: int) -> RankShard:
-    """This rank's share of the states. No copies: the tensors are views of the live buffers."""
+def collect(states: Mapping[str, State], rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """This rank's share of the states: tensors by their names in its file, and the whole layout for `LAYOUT` (on every
+    rank). No copies: the tensors are views of the live buffers."""
     load: dict[int, int] = {}
     tensors: dict[str, Tensor] = {}
     described: dict[str, Any] = {}
@@ -91,14 +80,12 @@ def collect(states: Mapping[str, State], rank: int) -> RankShard:
         if id(layout) not in shared:
             shared[id(layout)] = share_out(layout, load)
         pieces = shared[id(layout)]
-        described[state] = {
-            "shapes": layout.shapes,
-            "slices": [[piece.name, piece.rank, piece.index] for piece in pieces],
-        }
+        slices = [[piece.name, piece.rank, piece.index] for piece in pieces]
+        described[state] = {"shapes": layout.shapes, "slices": slices}
         for piece in pieces:
             if piece.rank == rank:
                 tensors[_key(state, piece.name, piece.index)] = region(buffers[piece.key], piece)
-    return RankShard(tensors, described)
+    return tensors, described
 
 
 def _key(state: str, name: str, index: Box) -> str:
@@ -127,12 +114,7 @@ def snapshot(tensors: Mapping[str, Tensor], memory: Tensor | None) -> tuple[dict
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
     """Write a safetensors file and flush it to the disk; at most two chunks are held besides the tensors."""
     head, _ = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, align=64)
-    with _Output(path) as output:
-        output.write(memoryview(head))
-        for tensor in tensors.values():
-            for part in _chunks(tensor):
-                output.write(part)
-    return Entry(output.size, output.checksum.value())
+    return write_file(path, chain([head], *map(_chunks, tensors.values())))
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
@@ -150,85 +132,40 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-class _Output:
-    """A file written in large pieces, whose checksum is taken on the way; flushed to the disk at the end."""
-
-    def __init__(self, path: Path):
-        self.path, self.size, self.checksum = path, 0, Checksum()
-        self.small = bytearray()
-
-    def __enter__(self) -> _Output:
-        self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        return self
-
-    def write(self, data: memoryview) -> None:
-        if len(data) < CHUNK // 8:
-            self.small += data
-            if len(self.small) < CHUNK:
-                return
-            data = memoryview(b"")
-        self._put_small()
-        for start in range(0, len(data), CHUNK):
-            self._put(data[start : start + CHUNK])
-
-    def _put_small(self) -> None:
-        data, self.small = self.small, bytearray()
-        self._put(memoryview(data))
-
-    def _put(self, data: memoryview) -> None:
-        self.checksum.update(data)
-        self.size += len(data)
-        while data:
-            data = data[os.write(self.file, data) :]
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._put_small()
-                os.fsync(self.file)
-        finally:
-            os.close(self.file)
-
-
 # Reading ------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Shards:
     """The tensors of a checkpoint. Files are opened when something of them is asked for, and then stay mapped.
+
+    Attributes:
+        states: shapes and slices of all that was saved, by name.
 
     Raises:
         Damaged: from every method, where a file does not hold what the layout says.
     """
 
-    manifest: Manifest
-    opened: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.described: dict[str, Any] = self.manifest.json(LAYOUT)
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
+        self.states: dict[str, Any] = manifest.json(LAYOUT)
         self._layouts: dict[str, Layout] = {}
-
-    @property
-    def states(self) -> set[str]:
-        """Names of all that was saved."""
-        return set(self.described)
+        self._files: dict[int, dict[str, Tensor]] = {}
 
     def layout(self, state: str) -> Layout:
         """The slices of a state; ranks are files, keys are the names of tensors in them."""
         if state not in self._layouts:
-            described = self.described[state]
             pieces = []
-            for name, rank, index in described["slices"]:
+            for name, rank, index in self.states[state]["slices"]:
                 box = tuple((lo, hi) for lo, hi in index)
                 pieces.append(Piece(name, rank, box, _key(state, name, box), tuple((0, hi - lo) for lo, hi in box)))
-            self._layouts[state] = Layout(described["shapes"], pieces)
+            self._layouts[state] = Layout(self.states[state]["shapes"], pieces)
         return self._layouts[state]
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """All tensors of one file, mapped and not read; writing into them changes memory only."""
-        if rank not in self.opened:
-            self.opened[rank] = _mapped(self.manifest.path / file_of(rank))
-        return self.opened[rank]
+        if rank not in self._files:
+            self._files[rank] = _mapped(self.manifest.path / file_of(rank))
+        return self._files[rank]
 
     def read(self, state: str, wanted: Iterable[Piece], into: Mapping[str, Tensor]) -> int:
         """Fill the wanted pieces of local buffers, converting to their dtypes; returns the bytes that were read.
@@ -267,10 +204,7 @@ def _mapped(path: Path) -> dict[str, Tensor]:
     for name, (kind, shape, start, stop) in entries.items():
         try:
             count = (stop - start) // TYPES[kind].itemsize
-            flat = torch.empty(0)
-            if count:
-                flat = torch.frombuffer(mapping, dtype=TYPES[kind], count=count, offset=data + start)
-            out[name] = flat.view(shape)
+            out[name] = torch.frombuffer(mapping, dtype=TYPES[kind], count=count, offset=data + start).view(shape)
         except (ValueError, KeyError, RuntimeError) as error:
             raise Damaged(f"{path}: tensor {name} of type {kind} cannot be read ({error})") from error
     return out

@@ -16,6 +16,7 @@ not by what a process remembers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,13 +27,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlscale.checkpoint.checksum import Checksum, checksum
+from rlscale.checkpoint.checksum import Checksum
 
 NAME = re.compile(r"step_(\d+)")  # of a checkpoint's folder
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the files of a checkpoint; another number is refused
 PARTIAL, DELETED, DAMAGED, ABANDONED = ".partial", ".deleted", ".damaged", ".abandoned"
-CHUNK = 8 * 2**20  # bytes read at a time
+CHUNK = 8 * 2**20  # bytes read or written at a time
 
 
 class Damaged(ValueError):
@@ -85,22 +86,18 @@ class Retention:
     keep_every: int = 0
     keep_best: str | None = None
 
-    def best(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
-        """The step whose metrics are the best, the latest of equals; None without ``keep_best`` or its metric."""
-        if self.keep_best is None:
-            return None
-        name, sign = self.keep_best.removeprefix("-"), -1 if self.keep_best.startswith("-") else 1
-        found = [(sign * values[name], step) for step, values in metrics.items() if name in values]
-        return max(found)[1] if found else None
-
     def superseded(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps that may go, of those for which metrics are given."""
+        """The steps that may go, of those for which metrics are given. Of equally good ones the latest is the best."""
         if self.keep_last is None:
             return []
         steps = sorted(metrics)
-        kept = {*steps[-self.keep_last :], self.best(metrics)}
+        kept = set(steps[-self.keep_last :])
         if self.keep_every:
             kept |= {step for step in steps if step % self.keep_every == 0}
+        if self.keep_best is not None:
+            name, sign = self.keep_best.removeprefix("-"), -1 if self.keep_best.startswith("-") else 1
+            ranked = sorted((sign * values[name], step) for step, values in metrics.items() if name in values)
+            kept |= {step for _, step in ranked[-1:]}
         return [step for step in steps if step not in kept]
 
 
@@ -143,7 +140,7 @@ class Store:
         write_json(partial / MANIFEST, content | {"digest": _digest(content)})
         flush_folder(partial)
         final = self.path(step)
-        replaced = _take_away(final) if final.exists() else None
+        replaced = self.set_aside(step, DELETED) if final.exists() else None
         partial.rename(final)
         flush_folder(self.root)
         if replaced is not None:
@@ -156,23 +153,13 @@ class Store:
 
     # ---- reading
 
-    def open(self, step: int) -> Manifest:
-        """The checkpoint of a step, its marker read and the sizes of its files compared.
-
-        Raises:
-            Damaged: see `read_manifest`.
-        """
-        return read_manifest(self.path(step))
-
-    def complete(self) -> tuple[list[Manifest], list[str]]:
-        """All checkpoints whose marker and file sizes are right, ascending; and what is wrong with the others."""
-        whole, problems = [], []
+    def complete(self) -> list[Manifest]:
+        """All checkpoints whose marker and file sizes are right, ascending."""
+        whole = []
         for step in self.steps():
-            try:
-                whole.append(self.open(step))
-            except Damaged as error:
-                problems.append(str(error))
-        return whole, problems
+            with contextlib.suppress(Damaged):
+                whole.append(read_manifest(self.path(step)))
+        return whole
 
     # ---- tidying
 
@@ -183,33 +170,32 @@ class Store:
         removed = []
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             match = re.fullmatch(rf"{NAME.pattern}({re.escape(PARTIAL)}|{re.escape(DELETED)})", path.name)
-            if match is None or (match[2] == PARTIAL and self._name(path, self.path(int(match[1])))):
+            if match is None:
                 continue
+            final = self.path(int(match[1]))
+            if match[2] == PARTIAL and not final.exists():
+                with contextlib.suppress(ValueError):
+                    read_manifest(path)
+                    path.rename(final)
+                    continue
             shutil.rmtree(path)
             removed.append(path.name)
         return removed
 
-    def _name(self, partial: Path, final: Path) -> bool:
-        """Make a checkpoint current whose marker had been written when its run was killed; says whether."""
-        if final.exists():
-            return False
-        try:
-            read_manifest(partial)
-        except ValueError:
-            return False
-        partial.rename(final)
-        return True
-
     def set_aside(self, step: int, ending: str = DAMAGED) -> Path:
-        """Take a checkpoint out of the way, so that it neither counts nor is looked at again."""
-        return _take_away(self.path(step), ending)
+        """Rename a checkpoint, so that it neither counts nor is at any time half there under its own name."""
+        path = self.path(step)
+        target = path.with_name(path.name + ending)
+        if target.exists():
+            shutil.rmtree(target)
+        path.rename(target)
+        return target
 
     def prune(self, retention: Retention) -> list[int]:
         """Delete what the retention lets go, of the complete checkpoints; returns their steps."""
-        whole, _ = self.complete()
-        gone = retention.superseded({manifest.step: manifest.notes.get("metrics", {}) for manifest in whole})
+        gone = retention.superseded({whole.step: whole.notes.get("metrics", {}) for whole in self.complete()})
         for step in gone:
-            shutil.rmtree(_take_away(self.path(step)))
+            shutil.rmtree(self.set_aside(step, DELETED))
         return gone
 
 
@@ -254,14 +240,24 @@ def checksum_of(path: Path) -> int:
     return out.value()
 
 
-def write_json(path: Path, value: Any) -> Entry:
-    """Write a value as JSON and flush it to the disk."""
-    data = json.dumps(value, separators=(",", ":")).encode()
-    with open(path, "wb") as file:
-        file.write(data)
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Entry:
+    """Write a file and flush it to the disk. Its checksum is taken on the way; small parts are written together."""
+    size, checksum = 0, Checksum()
+    with open(path, "wb", buffering=CHUNK // 8) as file:
+        for part in parts:
+            size += len(part)
+            for start in range(0, len(part), CHUNK):
+                chunk = part[start : start + CHUNK]
+                checksum.update(chunk)
+                file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-    return Entry(len(data), checksum(data))
+    return Entry(size, checksum.value())
+
+
+def write_json(path: Path, value: Any) -> Entry:
+    """`write_file` of a value as JSON."""
+    return write_file(path, [json.dumps(value, separators=(",", ":")).encode()])
 
 
 def flush_folder(path: Path) -> None:
@@ -275,12 +271,3 @@ def flush_folder(path: Path) -> None:
 
 def _digest(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _take_away(path: Path, ending: str = DELETED) -> Path:
-    """Rename a checkpoint, e.g. before it is deleted: it is at no time half there under its own name."""
-    target = path.with_name(path.name + ending)
-    if target.exists():
-        shutil.rmtree(target)
-    path.rename(target)
-    return target

@@ -19,7 +19,7 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
     """
     import torch
 
-    from rlscale.checkpoint import Shards
+    from rlscale.checkpoint.shards import Shards
     from rlscale.checkpoint.store import read_manifest
     from rlscale.config.paths import folder_problem, resolve_folder
     from rlscale.model.arch import ModelSpec

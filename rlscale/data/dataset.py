@@ -1,19 +1,18 @@
 """The prompts of a run: read, checked and tokenised once, then drawn in an order that can be continued anywhere.
 
-The order is a pure function of seed and epoch, so the state of the sampler is two numbers. A batch goes over the border
-of an epoch where it must: no prompt is dropped, each is drawn once an epoch.
+The order is a pure function of seed and epoch. A batch goes over the border of an epoch where it must: no prompt is
+dropped, each is drawn once an epoch.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlscale.data import files, reasoning_gym, tasks
-from rlscale.data.tasks import RawPrompt
+from rlscale.data.tasks import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,35 +20,23 @@ if TYPE_CHECKING:
     from rlscale.config.schema import DataConfig, SourceConfig
 
 MAX_REPORTED = 10  # malformed rows shown; the others are counted
-Cursor = tuple[int, int]  # epoch, position in it
 _CHUNK = 1024  # conversations tokenised at a time
-
-
-@dataclass
-class Prompt:
-    """One prompt, tokenised with its chat template and the opening of the answer."""
-
-    index: int  # position in the data set
-    uid: str  # source and row, e.g. 0:addition:17; unique in the data set
-    messages: list[dict[str, Any]]
-    token_ids: list[int]
-    text: str  # what token_ids stand for, template included
-    data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any] = field(default_factory=dict)
-    scorer: str = ""  # spec of rlscale.reward.scorers, used where reward.scorer is null
 
 
 class PromptData:
     """All prompts of some sources, and a sampler over them.
 
     Args:
-        sources: where the prompts come from, concatenated in this order.
+        sources: where the prompts come from, concatenated in this order; each sets one of task, reasoning_gym, files.
         cfg: lengths, column names, system prompt.
         tokenizer: a transformers tokenizer. Without a chat template, prompts must be texts.
-        batch_size: prompts of `peek`; None where only `all` is used (validation).
+        batch_size: prompts of `peek`; None where only `prompts` is used (validation).
         seed, shuffle: order of each epoch.
         name: key of `sources`, for messages to the user.
+
+    Attributes:
+        prompts: all of them once, in the order of the sources.
+        filtered: how many more were too long.
 
     Raises:
         ValueError: malformed rows or sources (all reported at once), nothing left to draw from, a batch larger than the
@@ -66,63 +53,34 @@ class PromptData:
         shuffle: bool,
         name: str = "data.train",
     ):
-        self.name, self.batch_size, self.seed, self.shuffle = name, batch_size, seed, shuffle
-        prompts = _tokenise(_read(sources, cfg, name), cfg, tokenizer, name)
+        self.name, self.batch_size, self.seed, self.shuffle = name, batch_size or 0, seed, shuffle
+        prompts = _read(sources, cfg, name)
+        _tokenise(prompts, cfg, tokenizer, name)
         self.prompts = _fitting(prompts, cfg, name)
         self.filtered = len(prompts) - len(self.prompts)
-        if batch_size is not None and batch_size > len(self.prompts):
+        if self.batch_size > len(self.prompts):
             raise ValueError(
                 f"data.train_batch_size = {batch_size} is larger than {name}, which has {len(self.prompts)} prompts"
             )
         for index, prompt in enumerate(self.prompts):
             prompt.index = index
-        self.epoch = 0
-        self.position = 0  # within the epoch
-        self._order = self._order_of(0)
+        self.drawn = 0  # prompts, since the first epoch began
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def all(self) -> list[Prompt]:
-        """Every prompt once, in the order of the sources."""
-        return list(self.prompts)
+    def peek(self) -> list[Prompt]:
+        """The next `batch_size` prompts, the first ones of the next epoch where this one ends. `advance` goes on."""
+        assert self.batch_size, "made without a batch size"
+        order, seed = functools.partial(_order, len(self)), self.seed if self.shuffle else None
+        places = (divmod(number, len(self)) for number in range(self.drawn, self.drawn + self.batch_size))
+        return [self.prompts[order(epoch, seed)[position]] for epoch, position in places]
 
-    def peek(self) -> tuple[list[Prompt], Cursor]:
-        """The next `batch_size` prompts, and the position after them for `advance`; nothing has moved.
+    def advance(self) -> None:
+        """Go on to the batch after this one: the prompts of `peek` have been used."""
+        self.drawn += self.batch_size
 
-        Where an epoch ends within the batch, the next one begins there.
-        """
-        assert self.batch_size is not None, "made without a batch size"
-        batch: list[Prompt] = []
-        epoch, position, order = self.epoch, self.position, self._order
-        while len(batch) < self.batch_size:
-            if position == len(self.prompts):
-                epoch, position = epoch + 1, 0
-                order = self._order_of(epoch)
-            taken = order[position : position + self.batch_size - len(batch)]
-            batch += [self.prompts[i] for i in taken]
-            position += len(taken)
-        return batch, (epoch, position)
-
-    def advance(self, cursor: Cursor) -> None:
-        """Go on from a position of `peek`: what came with it has been used."""
-        if cursor[0] != self.epoch:
-            self._order = self._order_of(cursor[0])
-        self.epoch, self.position = cursor
-
-    def next_batch(self) -> list[Prompt]:
-        """`peek` and `advance`, where nothing can come between them."""
-        batch, cursor = self.peek()
-        self.advance(cursor)
-        return batch
-
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self.prompts)))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
-
-    @cached_property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of all prompt tokens in order."""
         digest = hashlib.sha256()
@@ -132,12 +90,13 @@ class PromptData:
 
     def state_dict(self) -> dict[str, Any]:
         """All that decides what comes next, in plain values."""
+        epoch, position = divmod(self.drawn, len(self))
         return {
-            "epoch": self.epoch,
-            "position": self.position,
+            "epoch": epoch,
+            "position": position,
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "size": len(self.prompts),
+            "size": len(self),
             "fingerprint": self.fingerprint,
         }
 
@@ -147,30 +106,35 @@ class PromptData:
         Raises:
             ValueError: the state belongs to other prompts or another order.
         """
-        own = self.state_dict()
+        today = self.state_dict()
         for key in ("size", "seed", "shuffle", "fingerprint"):
-            if state[key] != own[key]:
+            if state[key] != today[key]:
                 raise ValueError(
-                    f"{self.name}: the checkpoint's data had {key} = {state[key]}, now it is {own[key]}; "
+                    f"{self.name}: the checkpoint's data had {key} = {state[key]}, now it is {today[key]}; "
                     "continue with the same data, or start a new run from the weights"
                 )
-        self.advance((state["epoch"], state["position"]))
+        self.drawn = state["epoch"] * len(self) + state["position"]
 
     def overlap(self, other: PromptData) -> int:
         """How many of the prompts of `other` are here too, token by token."""
-        own = {tuple(prompt.token_ids) for prompt in self.prompts}
-        return sum(tuple(prompt.token_ids) in own for prompt in other.prompts)
+        known = {tuple(prompt.token_ids) for prompt in self.prompts}
+        return sum(tuple(prompt.token_ids) in known for prompt in other.prompts)
 
 
-def _read(sources: list[SourceConfig], cfg: DataConfig, name: str) -> list[tuple[str, RawPrompt]]:
-    """(uid, prompt) of all sources; every violation of all sources in one error."""
-    found: list[tuple[str, RawPrompt]] = []
+@functools.lru_cache(maxsize=4)  # a batch may need two epochs, of the training data only
+def _order(size: int, epoch: int, seed: int | None) -> list[int]:
+    """The order of an epoch; None: that of the sources."""
+    order = list(range(size))
+    if seed is not None:
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def _read(sources: list[SourceConfig], cfg: DataConfig, name: str) -> list[Prompt]:
+    """The prompts of all sources with their uids; every violation of all sources in one error."""
+    found: list[Prompt] = []
     errors: list[str] = []
     for number, source in enumerate(sources):
-        count = len(source.chosen())
-        if count != 1:
-            errors.append(f"{name}[{number}]: set exactly one of task, reasoning_gym and files, not {count}")
-            continue
         try:
             if source.task:
                 label, prompts = source.task, tasks.make(source.task, source.size, source.seed, source.params)
@@ -182,7 +146,9 @@ def _read(sources: list[SourceConfig], cfg: DataConfig, name: str) -> list[tuple
         except ValueError as error:
             errors.append(f"{name}[{number}]: {error}")
             continue
-        found += [(f"{number}:{label}:{row}", prompt) for row, prompt in enumerate(prompts)]
+        for row, prompt in enumerate(prompts):
+            prompt.uid = f"{number}:{label}:{row}"
+        found += prompts
     if errors:
         more = f"\n  ... and {len(errors) - MAX_REPORTED} more" if len(errors) > MAX_REPORTED else ""
         raise ValueError(f"{name}: {len(errors)} malformed:\n  " + "\n  ".join(errors[:MAX_REPORTED]) + more)
@@ -191,62 +157,46 @@ def _read(sources: list[SourceConfig], cfg: DataConfig, name: str) -> list[tuple
     return found
 
 
-def _tokenise(
-    raw: list[tuple[str, RawPrompt]], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, name: str
-) -> list[tuple[Prompt, str]]:
-    """The prompts with their tokens, each with where it comes from. A text is one user turn, or goes as it is where the
-    tokenizer has no chat template."""
-    out: list[tuple[Prompt, str]] = []
-    for start in range(0, len(raw), _CHUNK):
-        chunk = raw[start : start + _CHUNK]
-        conversations = [_conversation(prompt.messages, cfg.system_prompt) for _, prompt in chunk]
-        texts = [
-            _render(messages, prompt, tokenizer, name)
-            for messages, (_, prompt) in zip(conversations, chunk, strict=True)
-        ]
+def _tokenise(prompts: list[Prompt], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Add the system prompt where a conversation has none, text and tokens."""
+    for start in range(0, len(prompts), _CHUNK):
+        chunk = prompts[start : start + _CHUNK]
+        for prompt in chunk:
+            if cfg.system_prompt is not None and prompt.messages[0]["role"] not in ("system", "developer"):
+                prompt.messages = [{"role": "system", "content": cfg.system_prompt}, *prompt.messages]
+            prompt.text = _render(prompt, tokenizer, name)
+        texts = [prompt.text for prompt in chunk]
         encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-        for (uid, prompt), messages, text, ids in zip(chunk, conversations, texts, encoded, strict=True):
-            made = Prompt(
-                -1, uid, messages, ids, text, prompt.data_source, prompt.ground_truth, prompt.extra_info, prompt.scorer
-            )
-            out.append((made, prompt.where))
-    return out
+        for prompt, token_ids in zip(chunk, encoded, strict=True):
+            prompt.token_ids = token_ids
 
 
-def _conversation(messages: list[dict[str, Any]] | str, system_prompt: str | None) -> list[dict[str, Any]]:
-    conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    if system_prompt is not None and conversation[0]["role"] not in ("system", "developer"):
-        return [{"role": "system", "content": system_prompt}, *conversation]
-    return conversation
-
-
-def _render(messages: list[dict[str, Any]], prompt: RawPrompt, tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+def _render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    """The conversation in the chat template, or a mere text as it is where the tokenizer has no template."""
     if tokenizer.chat_template:
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # whatever a template does
             raise ValueError(
                 f"{prompt.where}: the chat template fails with {type(error).__name__}: {error} (model.chat_template)"
             ) from error
-    if not isinstance(prompt.messages, str):
+    if not prompt.text:
         raise ValueError(
             f"{name}: {prompt.where} is a conversation, but the tokenizer has no template: set model.chat_template"
         )
-    return prompt.messages
+    return prompt.text
 
 
-def _fitting(prompts: list[tuple[Prompt, str]], cfg: DataConfig, name: str) -> list[Prompt]:
+def _fitting(prompts: list[Prompt], cfg: DataConfig, name: str) -> list[Prompt]:
     """The prompts of at most `max_prompt_length` tokens."""
     limit = cfg.max_prompt_length
-    fitting = [prompt for prompt, _ in prompts if len(prompt.token_ids) <= limit]
-    if len(fitting) == len(prompts):
-        return fitting
-    long = [(where, len(prompt.token_ids)) for prompt, where in prompts if len(prompt.token_ids) > limit]
-    listed = ", ".join(f"{where} ({length} tokens)" for where, length in long[:MAX_REPORTED])
+    long = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
+    fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
     what = f"{name}: {len(long)} of {len(prompts)} prompts are longer than data.max_prompt_length = {limit}"
-    if cfg.overlong_prompts == "error":
+    if long and cfg.overlong_prompts == "error":
+        listed = ", ".join(f"{prompt.where} ({len(prompt.token_ids)} tokens)" for prompt in long[:MAX_REPORTED])
         raise ValueError(f"{what}: {listed}" + (", ..." if len(long) > MAX_REPORTED else ""))
     if not fitting:
-        longest = max(length for _, length in long)
+        longest = max(len(prompt.token_ids) for prompt in long)
         raise ValueError(f"{what}, so that none is left; the longest has {longest} tokens")
     return fitting

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlscale.data.tasks import RawPrompt
+from rlscale.data.tasks import Prompt
 
 if TYPE_CHECKING:
     from rlscale.config.schema import DataConfig
@@ -20,52 +20,42 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _MISSING = object()
 
 
-def read(files: list[str], cfg: DataConfig, errors: list[str]) -> list[RawPrompt]:
+def read(files: list[str], cfg: DataConfig, errors: list[str]) -> list[Prompt]:
     """The prompts of all files in their order; what is malformed is left out and described in `errors`."""
     prompts = []
-    for file in files:
-        for where, row, error in _rows(Path(file).expanduser()):
-            if error:
-                errors.append(f"{where}: {error}")
-                continue
+    for path in (Path(file).expanduser() for file in files):
+        if not path.is_file():
+            errors.append(f"{path}: no such file")
+            continue
+        for where, row in (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, errors):
             try:
-                prompts.append(parse(row, cfg, where, Path(file).stem))
+                prompts.append(parse(row, cfg, where, path.stem))
             except ValueError as problem:
                 errors.append(f"{where}: {problem}")
     return prompts
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any, str]]:
-    """(file:line, row, error) of each row; a row of a Parquet file counts as a line."""
-    if not path.is_file():
-        yield str(path), None, "no such file"
-    elif path.suffix in (".jsonl", ".json", ".ndjson"):
-        yield from _json_rows(path)
-    elif path.suffix in (".parquet", ".pq"):
-        yield from _parquet_rows(path)
-    else:
-        yield str(path), None, f"unknown kind of file {path.suffix!r}: use .jsonl or .parquet"
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Any, str]]:
+def _json_rows(path: Path, errors: list[str]) -> Iterator[tuple[str, Any]]:
+    """(file:line, row) of each row."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
             try:
-                yield where, json.loads(line.decode("utf-8")), ""
+                yield where, json.loads(line.decode("utf-8"))
             except json.JSONDecodeError as error:
-                yield where, None, f"not JSON: {error.msg} at column {error.colno}"
+                errors.append(f"{where}: not JSON: {error.msg} at column {error.colno}")
             except UnicodeDecodeError:
-                yield where, None, "not UTF-8"
+                errors.append(f"{where}: not UTF-8")
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any, str]]:
+def _parquet_rows(path: Path, errors: list[str]) -> Iterator[tuple[str, Any]]:
+    """(file:number, row) of each row, counted from 1."""
     try:
         import pyarrow.parquet as parquet
     except ModuleNotFoundError:
-        yield str(path), None, "reading Parquet needs the package pyarrow"
+        errors.append(f"{path}: reading Parquet needs the package pyarrow")
         return
     number = 0
     try:
@@ -73,12 +63,12 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any, str]]:
             for batch in file.iter_batches(batch_size=4096):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}:{number}", row, ""
+                    yield f"{path}:{number}", row
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
-        yield f"{path}:{number + 1}", None, f"not readable as Parquet: {str(error).splitlines()[0]}"
+        errors.append(f"{path}:{number + 1}: not readable as Parquet: {str(error).splitlines()[0]}")
 
 
-def parse(row: Any, cfg: DataConfig, where: str, default_source: str) -> RawPrompt:
+def parse(row: Any, cfg: DataConfig, where: str, default_source: str) -> Prompt:
     """One row as a prompt. Without a data source column it is the file's name without its ending.
 
     Raises:
@@ -86,34 +76,35 @@ def parse(row: Any, cfg: DataConfig, where: str, default_source: str) -> RawProm
     """
     if not isinstance(row, dict):
         raise ValueError(f"a row is an object with columns, not {_kind(row)}")
-    source = lookup(row, cfg.data_source_key)
-    source = default_source if source is _MISSING else source
+    source = lookup(row, cfg.data_source_key, default_source)
     if not isinstance(source, str) or not source:
         raise ValueError(f"{cfg.data_source_key!r} (data.data_source_key) is {_kind(source)}, not a name")
     truth = lookup(row, cfg.ground_truth_key)
     if truth is _MISSING:
         columns = ", ".join(map(str, row))
         raise ValueError(f"no {cfg.ground_truth_key!r} (data.ground_truth_key) among the columns {columns}")
-    extra = lookup(row, cfg.extra_info_key)
-    extra = {} if extra is _MISSING or extra is None else extra
+    extra = lookup(row, cfg.extra_info_key, None)
+    extra = {} if extra is None else extra
     if not isinstance(extra, dict):
         raise ValueError(f"{cfg.extra_info_key!r} (data.extra_info_key) is {_kind(extra)}, not an object")
-    return RawPrompt(_messages(row, cfg.prompt_key), source, truth, extra, f"source:{source}", where)
+    prompt = _prompt(row, cfg.prompt_key)
+    text, messages = (prompt, [{"role": "user", "content": prompt}]) if isinstance(prompt, str) else ("", prompt)
+    return Prompt(messages, source, truth, extra, f"source:{source}", where, text)
 
 
-def lookup(row: dict[str, Any], key: str) -> Any:
+def lookup(row: dict[str, Any], key: str, default: Any = _MISSING) -> Any:
     """A column by name; where there is none of the whole name, its dots go into structures."""
     if key in row:
         return row[key]
     value: Any = row
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            return _MISSING
+            return default
         value = value[part]
     return value
 
 
-def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]] | str:
+def _prompt(row: dict[str, Any], key: str) -> list[dict[str, Any]] | str:
     prompt = lookup(row, key)
     if prompt is _MISSING:
         raise ValueError(f"no {key!r} (data.prompt_key) among the columns {', '.join(map(str, row))}")

@@ -7,7 +7,7 @@ import hashlib
 import warnings
 from typing import Any
 
-from rlscale.data.tasks import RawPrompt
+from rlscale.data.tasks import Prompt
 
 INSTRUCTION = "\n\nPut the final answer between <answer> and </answer>."
 
@@ -20,7 +20,7 @@ def package() -> Any:
     return reasoning_gym
 
 
-def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[RawPrompt]:
+def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[Prompt]:
     """`size` items of the task. `params` are the task's own, besides `instruction`, which is put after each question.
 
     reasoning-gym seeds item i with seed + i, so that neighbouring seeds give overlapping data; hence our seed is hashed
@@ -47,7 +47,7 @@ def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[RawPro
     except Exception as error:  # assertions, TypeError, KeyError: whatever a task's config does
         raise ValueError(f"reasoning_gym task {name!r}, params {params}: {type(error).__name__}: {error}") from error
     return [
-        RawPrompt(
+        Prompt(
             messages=[{"role": "user", "content": item["question"] + instruction}],
             data_source=f"reasoning_gym/{name}",
             ground_truth=item["answer"],

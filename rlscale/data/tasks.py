@@ -1,6 +1,6 @@
 """Procedural tasks: prompts made on the spot, so that a run needs no data files.
 
-A task is a function `(size, seed, **params) -> list[RawPrompt]` in `TASKS`; `register` adds one. Equal arguments
+A task is a function `(size, seed, **params) -> list[Prompt]` in `TASKS`; `register` adds one. Equal arguments
 give equal prompts everywhere.
 """
 
@@ -16,32 +16,31 @@ from typing import Any
 
 
 @dataclass
-class RawPrompt:
-    """A prompt as its source has it, before the chat template. ``messages``: a conversation, or a mere text."""
+class Prompt:
+    """One prompt as its source has it; `PromptData` adds what the tokenizer makes of it, and its place."""
 
-    messages: list[dict[str, Any]] | str
+    messages: list[dict[str, Any]]
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
-    scorer: str = ""  # spec of rlscale.reward.scorers
+    scorer: str = ""  # spec of rlscale.reward.scorers, used where reward.scorer is null
     where: str = ""  # for messages to the user: file and line, or task and number
+    text: str = ""  # where the prompt is a mere text; then what token_ids stand for, template included
+    token_ids: list[int] = field(default_factory=list)  # with the chat template and the opening of the answer
+    uid: str = ""  # source and row, e.g. 0:addition:17; unique in the data set
+    index: int = -1  # position in the data set
 
 
-Task = Callable[..., list[RawPrompt]]
+Task = Callable[..., list[Prompt]]
 TASKS: dict[str, Task] = {}
 
 
 def register(name: str) -> Callable[[Task], Task]:
     """Decorator: make a task available as `task: name`."""
-
-    def add(task: Task) -> Task:
-        TASKS[name] = task
-        return task
-
-    return add
+    return lambda task: TASKS.setdefault(name, task)
 
 
-def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[RawPrompt]:
+def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[Prompt]:
     """The prompts of a task.
 
     Raises:
@@ -65,7 +64,7 @@ def addition(
     split: str = "train",
     digits: int = 1,
     template: str = "What is {a} + {b}? Answer with a number.",
-) -> list[RawPrompt]:
+) -> list[Prompt]:
     """Additions of two numbers of at most `digits` digits as chat; the ground truth is the sum as a string.
 
     `split` is "train" or "val". A fixed three in ten or so of all pairs {a, b}, whatever the seed, are held out for
@@ -82,7 +81,7 @@ def addition(
     rng = random.Random(f"addition/{split}/{digits}/{seed}")
     pairs = _pairs(rng, size, 10**digits, split == "val")
     return [
-        RawPrompt(
+        Prompt(
             messages=[{"role": "user", "content": template.format(a=a, b=b)}],
             data_source="addition",
             ground_truth=str(a + b),

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlscale.config.paths import is_hub_name
+from rlscale.config.paths import is_hub_name, resolve_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,8 +25,8 @@ def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: nothing there, not a tokenizer, or a chat template that is missing or doesn't work.
     """
-    key = "model.path" if cfg.tokenizer_path is None else "model.tokenizer_path"
-    tokenizer = _load(key, cfg.path if cfg.tokenizer_path is None else cfg.tokenizer_path)
+    given = cfg.tokenizer_path
+    tokenizer = _load("model.path", cfg.path) if given is None else _load("model.tokenizer_path", given)
     if cfg.chat_template is not None:
         tokenizer.chat_template = read_chat_template(cfg.chat_template)
         try:
@@ -90,23 +90,9 @@ def eos_token_ids(model_path: str, tokenizer: Any) -> list[int]:
     Raises:
         ValueError: there is none at all, so that no response could end.
     """
-    ids: set[int] = set()
-    for value in (_generation_eos(model_path), tokenizer.eos_token_id):
-        if value is not None:
-            ids.update(value if isinstance(value, list) else [value])
+    file = resolve_folder(str(Path(model_path).expanduser())) / "generation_config.json"
+    named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    ids = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
     if not ids:
         raise ValueError(f"model.path: {model_path} has no end-of-text token in its generation config or tokenizer")
     return sorted(ids)
-
-
-def _generation_eos(model_path: str) -> int | list[int] | None:
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        file = folder / "generation_config.json"
-        return json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # many models on the hub have none
-        return None

@@ -48,7 +48,7 @@ def build(checked: Checked, task: Task, device: Device, started: float, engine: 
         steps = planned_steps(cfg, len(data))
         progress = Progress(steps, point.step if point else 0, rank=device.rank)
         parts.callback(progress.close)
-        scorers = {p.scorer for p in data.all() + (val.all() if val else [])}
+        scorers = {p.scorer for p in data.prompts + (val.prompts if val else [])}
         targets_of(cfg.reward, scorers)  # on every rank, so that all refuse a bad scorer alike
         if point is not None:
             archive_later(cfg, point)

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rlscale.checkpoint import CheckpointData, Retention, SaveError, Saver, Shards, Store
-from rlscale.checkpoint.saver import own_file
-from rlscale.checkpoint.shards import State
+from rlscale.checkpoint.saver import CheckpointData, SaveError, Saver, own_file
+from rlscale.checkpoint.shards import Shards, State
+from rlscale.checkpoint.store import Retention, Store
 from rlscale.cluster.device import Device
 from rlscale.cluster.random_state import random_states, set_random_states
 from rlscale.config import to_dict

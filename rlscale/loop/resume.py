@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlscale.checkpoint import Damaged, Manifest, Store
 from rlscale.checkpoint.saver import RUN
-from rlscale.checkpoint.store import ABANDONED, read_manifest
+from rlscale.checkpoint.store import ABANDONED, Damaged, Manifest, Store, read_manifest
 from rlscale.cluster import collective
 from rlscale.cluster.device import Device
 from rlscale.config import to_dict

@@ -45,7 +45,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     """
     cfg, rollout, timers = run.cfg, run.rollout, Timers(run.device.synchronize, partial(run.phase, step))
     with timers("step"):
-        prompts, cursor = run.state.data.peek()
+        prompts = run.state.data.peek()
         with timers("gen"), run.generating():
             mine = rollout.generate(prompts, train_sampling(cfg, step), run.pool)
             run.watch.raise_if_stopped()
@@ -70,7 +70,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
             if trained or rollout.asleep:  # engines that sleep have dropped their weights
                 with timers("sync"):
                     metrics |= run.sync()
-        run.state.data.advance(cursor)
+        run.state.data.advance()
     report.rollouts(run, step, trajectories, batch)
     if rollout.restarts:
         metrics |= {"rollout/engine_restarts": rollout.restarts, "rollout/resampled": rollout.resampled}

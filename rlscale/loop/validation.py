@@ -27,7 +27,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
         max_tokens=cfg.data.max_response_length,
         seed=cfg.trainer.seed,
     )
-    prompts = run.val.all()
+    prompts = run.val.prompts
     run.phase(step, "validate")
     mine = run.rollout.generate(prompts, sampling, run.pool)
     run.watch.raise_if_stopped()

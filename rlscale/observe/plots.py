@@ -111,22 +111,16 @@ def _points(records: Records, name: str) -> tuple[list[int], list[float]]:
 
 def _line(axes: Any, steps: Sequence[int], values: Sequence[float], **style: Any) -> None:
     """A line; few points are marked, so that a single one can be seen."""
-    axes.plot(steps, values, marker="o" if len(steps) <= 12 else None, markersize=4, linewidth=1.6, **style)
+    style.setdefault("marker", "o" if len(steps) <= 12 else None)
+    axes.plot(steps, values, markersize=4, linewidth=1.6, **style)
 
 
 def _panel(axes: Any, panel: Panel, records: Records) -> None:
     present = [(label, name) for label, name in panel.series if any(name in r for r in records)]
     if panel.spread:
         steps, low = _points(records, f"{panel.spread}/min")
-        axes.fill_between(
-            steps,
-            low,
-            _points(records, f"{panel.spread}/max")[1],
-            color=BAND,
-            alpha=0.5,
-            linewidth=0,
-            label=f"{present[0][0]}, shortest to longest",
-        )
+        high, label = _points(records, f"{panel.spread}/max")[1], f"{present[0][0]}, shortest to longest"
+        axes.fill_between(steps, low, high, color=BAND, alpha=0.5, linewidth=0, label=label)
     for i, (label, name) in enumerate(present):
         steps, values = _points(records, name)
         faint = panel.smooth and len(values) >= 5
@@ -135,17 +129,13 @@ def _panel(axes: Any, panel: Panel, records: Records) -> None:
             mean = [sum(values[max(0, j - 4) : j + 1]) / len(values[max(0, j - 4) : j + 1]) for j in range(len(values))]
             axes.plot(steps, mean, color=SMOOTH, linewidth=2.2, label="mean of the last 5 steps")
     if panel.from_zero:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if _has_negative(records, present) else 0.0)
-
-
-def _has_negative(records: Records, series: list[tuple[str, str]]) -> bool:
-    return any(r.get(name, 0.0) < 0 for r in records for _, name in series)
+        negative = any(r.get(name, 0.0) < 0 for r in records for _, name in present)
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if negative else 0.0)
 
 
 def _validation(axes: Any, names: list[str], records: Records) -> None:
     for name in names:
-        steps, values = _points(records, name)
-        axes.plot(steps, values, marker="o", markersize=4, linewidth=1.6, label=name.removeprefix("val/"))
+        _line(axes, *_points(records, name), marker="o", label=name.removeprefix("val/"))
 
 
 def _time(axes: Any, phases: list[str], records: Records) -> None:

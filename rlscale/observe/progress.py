@@ -10,31 +10,24 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
-#: (label, metric, format) of what is shown; a metric that a run doesn't have is left out
+#: label, format and metric of what is shown: the first of the metrics that a run has (the KL to the reference need not
+#: be computed in the update)
 SHOWN = (
-    ("reward", "critic/score/mean", ".3f"),
-    ("kl", "actor/ref_kl", ".4f"),
-    ("entropy", "actor/entropy", ".3f"),
-    ("length", "response_length/mean", ".1f"),
-    ("tokens/s", "perf/throughput", ".0f"),
-    ("s/step", "timing_s/step", ".1f"),
-    ("SKIPPED", "actor/skipped_steps", ".0f"),
-    ("SKIPPED by the critic", "critic/skipped_steps", ".0f"),
+    ("reward", ".3f", "critic/score/mean"),
+    ("kl", ".4f", "actor/ref_kl", "actor/reward_kl_penalty", "actor/ppo_kl"),
+    ("entropy", ".3f", "actor/entropy"),
+    ("length", ".1f", "response_length/mean"),
+    ("tokens/s", ".0f", "perf/throughput"),
+    ("s/step", ".1f", "timing_s/step"),
+    ("SKIPPED", ".0f", "actor/skipped_steps"),  # shown where it is not zero
+    ("SKIPPED by the critic", ".0f", "critic/skipped_steps"),
 )
-#: shown only where they are not zero
-RARE = ("actor/skipped_steps", "critic/skipped_steps")
-#: what stands in for the KL to the reference in a run that doesn't compute it in the update
-KL_FALLBACKS = ("actor/reward_kl_penalty", "actor/ppo_kl")
 
 
 class Progress:
-    """Shows step, reward, KL, entropy, response length, tokens/s and time left.
+    """Shows step, the metrics of `SHOWN` and time left on rank 0, on ``stream`` (default: standard output).
 
-    Args:
-        total_steps: of the run.
-        start: steps already done (a resumed run).
-        rank: of this process; on others than 0 nothing is shown.
-        stream: where to; default standard output.
+    ``start``: steps already done (a resumed run).
     """
 
     def __init__(self, total_steps: int, start: int = 0, rank: int = 0, stream: IO[str] | None = None) -> None:
@@ -54,14 +47,8 @@ class Progress:
         from rich.progress import Progress as Bar
         from rich.text import Text
 
-        columns = (
-            SpinnerColumn(),
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-        )
-        self._bar = Bar(*columns)
+        step, phase = TextColumn("step"), TextColumn("{task.description}")
+        self._bar = Bar(SpinnerColumn(), step, MofNCompleteColumn(), BarColumn(), phase)
         self._task = self._bar.add_task("starting", total=self._total, completed=self._done)
         self._numbers = Text()
         self._live = Live(Group(self._bar, self._numbers), console=Console(file=self._stream), refresh_per_second=4)
@@ -77,8 +64,7 @@ class Progress:
         """Show the numbers of a finished step."""
         now = time.monotonic()
         self._durations.append(now - self._last)
-        self._last = now
-        self._done = step
+        self._last, self._done = now, step
         if not self._active:
             return
         left = duration(self.seconds_left())
@@ -113,12 +99,6 @@ class Progress:
             self._live.stop()
             self._live = None
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # a reader that is gone (tee) must not end the run
             self._stream.write(text + "\n")
@@ -128,10 +108,9 @@ class Progress:
 def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, number) pairs of the metrics that the display shows."""
     out = []
-    for label, name, form in SHOWN:
-        names = (name, *KL_FALLBACKS) if label == "kl" else (name,)
-        value = next((metrics[n] for n in names if n in metrics), None)
-        if value is not None and not (name in RARE and value == 0):
+    for label, form, *names in SHOWN:
+        value = next((metrics[name] for name in names if name in metrics), None)
+        if value is not None and not (label.startswith("SKIPPED") and value == 0):
             out.append((label, format(value, form)))
     return out
 

@@ -1,8 +1,8 @@
-"""Bytes of the tensors that a piece of code makes and keeps alive: a count, not a sample of the process's memory.
+"""Bytes of the tensors that a piece of code makes and keeps alive: a count, not a sample of the process's memory, in
+which the allocator, threads and libraries hide on a CPU what a layout saves.
 
-A sample of a process's memory also holds what the allocator keeps, threads and libraries; on a CPU that hides what a
-layout saves. This counts the storages of tensors as they are made (by operators that reach PyTorch's dispatcher, in
-the forward and in the backward pass) until the last tensor that uses them is gone, those that autograd keeps included.
+Storages count from the operator that makes them (if it reaches PyTorch's dispatcher, in the forward or the backward
+pass) until the last tensor that uses them is gone, those that autograd keeps included.
 """
 
 from __future__ import annotations
@@ -16,14 +16,9 @@ from torch.utils._pytree import tree_iter
 
 
 class TensorMemory(TorchDispatchMode):
-    """Counts inside a ``with`` block.
+    """Counts inside a ``with`` block: ``live``, the bytes of storages made in it that are alive now, and ``peak``.
 
-    Attributes:
-        live: bytes of storages made in the block that are alive now.
-        peak: the most that were alive at one time.
-
-    What was there before the block (weights) isn't counted; buffers inside one operator, which never become tensors,
-    aren't either.
+    Buffers inside one operator, which never become tensors, aren't counted.
     """
 
     def __init__(self, *known: torch.Tensor) -> None:
@@ -44,11 +39,10 @@ class TensorMemory(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return
-        before = self._sizes.get(key)
-        if before is None:
+        if key not in self._sizes:
             weakref.finalize(storage, self._gone, key)
+        self.live += size - self._sizes.get(key, 0)
         self._sizes[key] = size
-        self.live += size - (before or 0)
         self.peak = max(self.peak, self.live)
 
     def _gone(self, key: int) -> None:

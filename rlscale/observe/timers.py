@@ -13,33 +13,25 @@ PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "updat
 class Timers:
     """Adds up seconds by phase; phases may nest and repeat.
 
-    Args:
-        synchronize: called before each reading of the clock, so that work queued on a device is counted where it was
-            started.
-        on_phase: called with the name of each phase as it begins, e.g. to show it.
+    ``synchronize`` is called before each reading of the clock, so that work queued on a device is counted where it was
+    started; ``on_phase`` with the name of each phase as it begins, e.g. to show it.
     """
 
     def __init__(
-        self, synchronize: Callable[[], None] | None = None, on_phase: Callable[[str], None] | None = None
+        self, synchronize: Callable[[], None] = lambda: None, on_phase: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._synchronize = synchronize
-        self._on_phase = on_phase
+        self._synchronize, self._on_phase = synchronize, on_phase
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a ``with`` block as ``phase``, also when it raises."""
-        if self._on_phase:
-            self._on_phase(phase)
+        self._on_phase(phase)
         begin = self._now()
         try:
             yield
         finally:
-            self.add(phase, self._now() - begin)
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Add time measured elsewhere, e.g. scoring that overlaps with generation."""
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + (self._now() - begin)
 
     def take(self) -> dict[str, float]:
         """``timing_s/<phase>`` of everything since the last call, and start anew."""
@@ -48,6 +40,5 @@ class Timers:
         return taken
 
     def _now(self) -> float:
-        if self._synchronize:
-            self._synchronize()
+        self._synchronize()
         return time.perf_counter()

@@ -1,19 +1,17 @@
 """The files of a run folder: config.yaml, metrics.jsonl, TensorBoard events and rollouts/step_*.jsonl.
 
-metrics.jsonl is the run's record: one object a step, flushed before the next step begins, so that a killed run keeps
-everything it has shown. What reads it (plots, summary, tools) uses `read_metrics`, which also accepts a file that ends
-in the middle of a line.
+metrics.jsonl is the run's record: one object per step, written before the next step begins, so that a killed run keeps
+everything it has shown. `read_metrics` also accepts a file that ends in the middle of a line.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -97,10 +95,10 @@ class RunWriter:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
 
-    def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]], kind: str = "step") -> Path | None:
-        """Write rollouts/<kind>_<step>.jsonl, one response a row; it appears whole or not at all. The path (rank 0)."""
+    def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]], kind: str = "step") -> None:
+        """Write rollouts/<kind>_<step>.jsonl, one response per row; it appears whole or not at all."""
         if not self._active:
-            return None
+            return
         path = self.run_dir / "rollouts" / f"{kind}_{step:06d}.jsonl"
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -109,10 +107,10 @@ class RunWriter:
             write_whole(path, text)
 
         self._attempt(path, write)
-        return path
 
     def _attempt(self, path: Path, write: Callable[[], Any]) -> None:
-        with _named(path):
+        """Write, once more where the disk was full. An OSError names the file: "No space left" alone helps nobody."""
+        try:
             try:
                 write()
             except OSError as error:
@@ -120,12 +118,15 @@ class RunWriter:
                     raise
                 self.on_disk_full()
                 write()
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     def flush(self) -> None:
         """Put the records so far on the disk, where they outlast a power failure."""
         if self._file:
-            with _named(self.run_dir / METRICS):
-                os.fsync(self._file.fileno())
+            self._attempt(self.run_dir / METRICS, lambda: os.fsync(self._file.fileno()))
         if self._tensorboard:
             self._tensorboard.flush()
 
@@ -136,17 +137,6 @@ class RunWriter:
         if self._tensorboard:
             self._tensorboard.close()
         self._file = self._tensorboard = None
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """An OSError without a file name gets one: "No space left on device" alone helps nobody."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

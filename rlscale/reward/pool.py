@@ -1,10 +1,9 @@
 """Scoring beside generation: worker processes that run scorers, one response at a time each, under a time-out.
 
 Scorers are other people's code on text that a policy under optimisation wrote: they hang (regular expressions, symbolic
-algebra), crash and return nonsense. Each worker is a process of its own with a private pipe, so what happens to one
-response can be told exactly: no answer in time kills that worker and starts another, a closed pipe means that it
-crashed, and no other response notices. Whatever goes wrong is a score of 0 marked as failed and counted, never an
-exception in the middle of a rollout.
+algebra), crash and return nonsense. Each worker has a private pipe, so that a fault concerns one response: no answer in
+time kills that worker and starts another, and a closed pipe means that it crashed. Whatever goes wrong is a score of 0
+marked as failed and counted, never an exception in the middle of a rollout.
 """
 
 from __future__ import annotations
@@ -34,12 +33,16 @@ START_TIMEOUT_S = 120.0  # for importing the scorers, not for scoring
 
 @dataclass
 class Score:
-    """What one response is worth. ``failed``: the scorer gave no valid number, ``error`` says why, ``value`` is 0."""
+    """What one response is worth. ``error``: why the scorer gave no valid number, and ``value`` is 0; else empty."""
 
     value: float
-    failed: bool = False
     error: str = ""
     extra: dict[str, float] = field(default_factory=dict)
+    timed_out: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error)
 
 
 @dataclass
@@ -90,33 +93,32 @@ class RewardPool:
         The scorer is called with `data_source`, `solution_str`, `ground_truth`, `extra_info` (the prompt's, with the
         last user turn under `question` where the data has no such field) and `reward.scorer_args`.
         """
+        question = next((turn["content"] for turn in reversed(prompt.messages) if turn["role"] == "user"), "")
         arguments = {
             "data_source": prompt.data_source,
             "solution_str": response_text,
             "ground_truth": prompt.ground_truth,
-            "extra_info": {"question": question_of(prompt.messages), **prompt.extra_info},
+            "extra_info": {"question": question, **prompt.extra_info},
             **self.cfg.scorer_args,
         }
         target = self.targets[self.cfg.scorer or prompt.scorer]
         try:
-            score, timed_out = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._run, target, arguments
-            )
+            score = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, target, arguments)
         except RuntimeError as error:  # the threads have been shut down
-            score, timed_out = Score(0.0, True, f"the reward pool is closed ({error})"), False
+            score = Score(0.0, f"the reward pool is closed ({error})")
         self.counters.total += 1
         self.counters.failures += score.failed
-        self.counters.timeouts += timed_out
+        self.counters.timeouts += score.timed_out
         return score
 
-    def _run(self, target: str, arguments: dict[str, Any]) -> tuple[Score, bool]:
-        """Score in a thread of the pool; also whether it took too long."""
+    def _run(self, target: str, arguments: dict[str, Any]) -> Score:
+        """Score in a thread of the pool."""
         worker = self._idle.get()
         try:
             if self._closed:
-                return Score(0.0, True, "the reward pool is closed"), False
+                return Score(0.0, "the reward pool is closed")
             if not worker.alive and (error := worker.start()):
-                return Score(0.0, True, error), False
+                return Score(0.0, error)
             return worker.run(target, arguments, self.cfg.timeout_s)
         finally:
             self._idle.put(worker)
@@ -172,23 +174,22 @@ class Worker:
             self.kill()
         return error
 
-    def run(self, target: str, arguments: dict[str, Any], timeout: float) -> tuple[Score, bool]:
-        """Score one response; also whether it took longer than `timeout` seconds."""
+    def run(self, target: str, arguments: dict[str, Any], timeout: float) -> Score:
+        """Score one response within `timeout` seconds."""
         pipe = self.pipe
         assert pipe is not None
         try:
             pipe.send((target, arguments))
             if not pipe.poll(timeout):
                 self.kill()
-                return Score(0.0, True, f"the scorer took more than {timeout:g} s"), True
-            value, error, extra = pipe.recv()
-            return Score(value, bool(error), error, extra), False
+                return Score(0.0, f"the scorer took more than {timeout:g} s", timed_out=True)
+            return Score(*pipe.recv())
         except (EOFError, OSError):
             status = self._status()
             self.kill()
-            return Score(0.0, True, f"the scorer process died (exit status {status})"), False
+            return Score(0.0, f"the scorer process died (exit status {status})")
         except Exception as error:  # arguments that can't be pickled: nothing has been sent
-            return Score(0.0, True, f"{type(error).__name__}: {error}"[:500]), False
+            return Score(0.0, f"{type(error).__name__}: {error}"[:500])
 
     def kill(self) -> None:
         """End the process and its children; nothing happens where there is none."""
@@ -213,14 +214,3 @@ def targets_of(cfg: RewardConfig, specs: set[str]) -> dict[str, str]:
         ValueError: a spec is malformed or a data source has no scorer.
     """
     return {spec: scorers.expand(spec) for spec in sorted({cfg.scorer} if cfg.scorer else specs)}
-
-
-def question_of(messages: list[dict[str, Any]]) -> str:
-    """The text of the last user turn."""
-    for message in reversed(messages):
-        if message.get("role") == "user":
-            content = message.get("content")
-            if isinstance(content, list):
-                return " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-            return str(content)
-    return ""

@@ -7,12 +7,7 @@ A *spec* is what names a scorer: a built-in name (`last_number`), the default sc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from rlscale.config import functions
-
-Scorer = Callable[..., Any]
 
 SCORERS = {
     "last_number": "rlscale.reward.verifiers:last_number",
@@ -37,7 +32,8 @@ def expand(spec: str) -> str:
     """The `module:function` behind a spec; file paths become absolute.
 
     Raises:
-        ValueError: no such built-in scorer, no default one for that data source, or not of the form `module:function`.
+        ValueError: no such built-in scorer, no default one for that data source, no such file, or not of the form
+            `module:function`.
     """
     if spec.startswith("source:"):
         source = spec.removeprefix("source:")
@@ -49,18 +45,6 @@ def expand(spec: str) -> str:
         spec = SOURCES[source]
     if spec in SCORERS:
         return SCORERS[spec]
-    module, colon, function = spec.rpartition(":")
-    if not colon or not module or not function.isidentifier():
-        raise ValueError(
-            f"reward.scorer: {spec!r} is neither module:function, path/file.py:function nor one of {', '.join(SCORERS)}"
-        )
+    if problem := functions.problem("reward.scorer", spec):
+        raise ValueError(f"{problem} (built-in scorers: {', '.join(SCORERS)})")
     return functions.absolute(spec)
-
-
-def load(target: str) -> Scorer:
-    """The function of an expanded spec. Imports the user's module.
-
-    Raises:
-        ValueError: the file or module is missing or fails to import, or has no such function.
-    """
-    return functions.load("reward.scorer", target)

@@ -7,14 +7,16 @@ with an alarm (math-verify) need. It dies with its parent, even in the middle of
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
 from rlscale.cluster.process import die_with_parent
-from rlscale.reward import scorers
+from rlscale.config import functions
 
 
 def main(fd: int, parent: int) -> None:
@@ -26,11 +28,10 @@ def main(fd: int, parent: int) -> None:
     """
     die_with_parent(parent)
     pipe = Connection(fd)
-    loaded: dict[str, scorers.Scorer] = {}
     try:
         targets: list[str] = pipe.recv()
         try:
-            loaded = {target: scorers.load(target) for target in targets}
+            loaded = {target: functions.load("reward.scorer", target) for target in targets}
         except ValueError as error:
             pipe.send(str(error))
             return
@@ -42,7 +43,7 @@ def main(fd: int, parent: int) -> None:
         return  # the pool is closed or gone
 
 
-def call(scorer: scorers.Scorer, arguments: dict[str, Any]) -> tuple[float, str, dict[str, float]]:
+def call(scorer: Callable[..., Any], arguments: dict[str, Any]) -> tuple[float, str, dict[str, float]]:
     """Run one scorer: its value, an error (empty where there is none), and its further numbers."""
     try:
         result = scorer(**arguments)
@@ -62,18 +63,11 @@ def call(scorer: scorers.Scorer, arguments: dict[str, Any]) -> tuple[float, str,
 
 def as_number(value: Any) -> float | None:
     """A finite float of a number or bool (numpy's too), None of anything else."""
-    if not isinstance(value, Real) and hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (TypeError, ValueError, RuntimeError):
-            return None
-    if not isinstance(value, Real):
-        return None
-    try:
-        number = float(value)
-    except (OverflowError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        value = value.item() if hasattr(value, "item") else value
+        if isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 if __name__ == "__main__":

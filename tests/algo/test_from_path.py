@@ -11,7 +11,7 @@ import torch
 from rlscale.algo.advantages import estimate_advantages
 from rlscale.algo.needs import registries, uses_critic, uses_old_logprobs, uses_reference
 from rlscale.batch.weights import loss_weights
-from rlscale.config import Config, find_violations, load, save
+from rlscale.config import Config, find_violations, functions, load, save
 from rlscale.config.load import read
 from rlscale.loop.objectives import actor_loss, contributing_rows
 from rlscale.reward import scorers, worker
@@ -72,7 +72,7 @@ def test_a_loss_from_a_path_goes_through_the_objectives() -> None:
 
 
 def test_a_reward_from_a_path() -> None:
-    scorer = scorers.load(scorers.expand(REWARD))
+    scorer = functions.load("reward.scorer", scorers.expand(REWARD))
     given = dict(data_source="", solution_str="it is 7", ground_truth="7", extra_info={})
     assert worker.call(scorer, given) == (1.0, "", {"right": 1.0, "words": 3.0})
     assert worker.call(scorer, given | {"words": 2})[0] == 0.5

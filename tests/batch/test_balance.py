@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from rlscale.batch.balance import attention_cost, balanced_partition
+from rlscale.batch.balance import balanced_partition
 
 
 def heaviest(costs: list[int], parts: list[list[int]]) -> int:
@@ -55,8 +55,7 @@ def test_fewer_items_than_parts_and_zeros() -> None:
     assert balanced_partition([], 2) == [[], []] and sorted(sum(balanced_partition([0, 0, 0], 2), [])) == [0, 1, 2]
 
 
-def test_attention_cost_and_errors() -> None:
-    assert attention_cost([0, 600], hidden=100).tolist() == [0, 1200]
+def test_errors() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         balanced_partition([1], 0)
     with pytest.raises(ValueError, match="negative"):

@@ -1,4 +1,4 @@
-"""Micro-batches: budget kept, every row once, equal counts over ranks, few of them, shared prompts together."""
+"""Micro-batches: budget kept, every sample once, equal counts over ranks, few of them, shared prompts together."""
 
 from __future__ import annotations
 

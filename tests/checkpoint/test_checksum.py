@@ -7,9 +7,15 @@ import random
 
 import pytest
 
-from rlscale.checkpoint.checksum import BLOCK, Checksum, checksum
+from rlscale.checkpoint.checksum import BLOCK, Checksum
 
 SIZES = [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 3]
+
+
+def checksum(data: memoryview | bytes) -> int:
+    out = Checksum()
+    out.update(data)
+    return out.value()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -13,7 +13,7 @@ import torch
 from rlscale.checkpoint import saver as module
 from rlscale.checkpoint.saver import RUN, CheckpointData, SaveError, Saver, own_file
 from rlscale.checkpoint.shards import Shards
-from rlscale.checkpoint.store import Retention, Store
+from rlscale.checkpoint.store import Retention, Store, read_manifest
 from rlscale.reshard.layout import Layout, Piece, whole
 from tests import worlds
 from tests.disk import small_file_system
@@ -31,7 +31,7 @@ def content(rank: int, value: float, elements: int = 1) -> CheckpointData:
 
 
 def values(folder: Path, step: int) -> set[float]:
-    manifest = Store(folder).open(step)
+    manifest = read_manifest(Store(folder).path(step))
     manifest.verify()
     shards = Shards(manifest)
     return {x for rank in (0, 1) for t in shards.tensors(rank).values() for x in t.unique().tolist()}
@@ -54,10 +54,10 @@ def test_all_ranks_save_together(tmp_path: Path, asynchronous: bool) -> None:
     assert Store(tmp_path).steps() == [1, 3, 4]
     for step in (1, 3, 4):
         assert values(tmp_path, step) == {float(step)}
-        manifest = Store(tmp_path).open(step)
+        manifest = read_manifest(Store(tmp_path).path(step))
         assert manifest.json(RUN) == {"step": float(step)}
         assert [manifest.json(own_file(rank)) for rank in (0, 1)] == [{"rank": 0}, {"rank": 1}]
-    sizes = [Store(tmp_path).open(4).files[f"rank_0000{rank}.safetensors"].size for rank in (0, 1)]
+    sizes = [read_manifest(Store(tmp_path).path(4)).files[f"rank_0000{rank}.safetensors"].size for rank in (0, 1)]
     assert max(sizes) < 1.05 * min(sizes)
 
 

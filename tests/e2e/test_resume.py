@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from rlscale.checkpoint import Store
+from rlscale.checkpoint.store import Store, read_manifest
 from rlscale.testing.models import tiny_model
 from tests import leftovers
 from tests.disk import small_file_system
@@ -245,7 +245,7 @@ def test_a_run_whose_disk_is_full(unbroken: Path, tmp_path: Path) -> None:
         assert f"WARNING: checkpoint {store.path(STEPS)} could not be written" in ended.output
         same(unbroken, folder)
         assert [p.name for p in store.root.iterdir()] == ["step_000001"]
-        store.open(1).verify()
+        read_manifest(store.path(1)).verify()
 
 
 def test_damaged_checkpoint_is_named_and_the_one_before_it_used(unbroken: Path, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_path_is_taken_or_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tolerant", [False, True])
 def test_a_save_that_fails_ends_the_run_or_is_said(monkeypatch: pytest.MonkeyPatch, tolerant: bool) -> None:
-    from rlscale.checkpoint import SaveError
+    from rlscale.checkpoint.saver import SaveError
     from rlscale.loop import checkpoint as module
 
     class FullDisk:

@@ -23,8 +23,7 @@ FAULTY = str(Path(__file__).with_name("faulty.py")) + ":by_text"
 
 def make_prompt(scorer: str = "last_number", **changes: object) -> Prompt:
     messages = [{"role": "system", "content": "1 2 3"}, {"role": "user", "content": "What is 3 + 4?"}]
-    fields: dict[str, object] = {"extra_info": {}, "scorer": scorer, **changes}
-    return Prompt(0, "0:x:0", messages, [1], "", "made_up", "7", **fields)  # type: ignore[arg-type]
+    return Prompt(messages, "made_up", "7", **{"scorer": scorer, **changes})  # type: ignore[arg-type]
 
 
 def score_all(pool: RewardPool, texts: list[str], prompt: Prompt | None = None) -> list[Score]:
@@ -62,7 +61,7 @@ def pool() -> Iterator[RewardPool]:
 )
 def test_valid_results(pool: RewardPool, text: str, value: float, extra: dict[str, float]) -> None:
     (score,) = score_all(pool, [text])
-    assert score == Score(value, False, "", extra)
+    assert score == Score(value, "", extra)
     assert pool.counters.take() == {"total": 1, "failures": 0, "timeouts": 0}
 
 
@@ -172,8 +171,8 @@ def test_bad_scorers_are_errors_at_once(tmp_path: Path) -> None:
         f"{good}:x": "has no function 'x'",
         f"{broken}:f": "no module named 'module_that_is_not_there'",
         f"{unparsable}:f": "SyntaxError",
-        "nonsense": "neither module:function",
-        "module:": "neither module:function",
+        "nonsense": "not of the form module:function",
+        "module:": "not of the form module:function",
     }.items():
         with pytest.raises(ValueError, match="reward.scorer") as error:
             RewardPool(RewardConfig(scorer=spec), set())

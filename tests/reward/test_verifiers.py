@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlscale.config import functions
 from rlscale.reward import scorers
 from rlscale.reward.gym_answer import score as gym_score
 from rlscale.reward.math_answer import math
@@ -165,4 +166,4 @@ def test_reasoning_gym_scores_with_the_task() -> None:
 
 def test_every_built_in_scorer_loads() -> None:
     for name in [*scorers.SCORERS, *(f"source:{source}" for source in scorers.SOURCES)]:
-        assert callable(scorers.load(scorers.expand(name))), name
+        assert callable(functions.load("reward.scorer", scorers.expand(name))), name

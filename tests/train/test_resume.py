@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from rlscale.batch.types import PackedBatch
-from rlscale.checkpoint import CheckpointData, Retention, Saver, Shards, Store
+from rlscale.checkpoint.saver import CheckpointData, Saver
+from rlscale.checkpoint.shards import Shards
+from rlscale.checkpoint.store import Retention, Store, read_manifest
 from rlscale.testing.batches import random_batch
 from rlscale.testing.models import tiny_model
 from rlscale.train.engine import Engine
@@ -51,7 +53,7 @@ def run_steps(
     engine = make_engine(folder, LAYOUTS[layout][1], getattr(torch, dtype), role, optim=OPTIM, total_steps=8)
     engine.release_device()
     if resume is not None:
-        manifest = Store(resume).open(1)
+        manifest = read_manifest(Store(resume).path(1))
         manifest.verify()
         load_engine(Shards(manifest), role, engine, manifest.json("run.json"))
     records = []
