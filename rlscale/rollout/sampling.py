@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 @dataclass(frozen=True)
@@ -43,33 +46,16 @@ def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-class Counter(Protocol):
-    """What `Claims` needs of a torch.distributed store: an atomic addition that returns the sum."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-
-class LocalCounter:
-    """The counter of a world of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, int] = {}
-
-    def add(self, key: str, amount: int, /) -> int:
-        self.values[key] = self.values.get(key, 0) + amount
-        return self.values[key]
-
-
 class Claims:
     """Positions of a list that several processes work off together, each position claimed exactly once.
 
     Args:
-        counter: shared by all processes, atomic.
+        counter: shared by all processes.
         key: of this list; new for every list.
         total: positions of the list.
     """
 
-    def __init__(self, counter: Counter, key: str, total: int):
+    def __init__(self, counter: Store, key: str, total: int):
         self.counter, self.key, self.total = counter, key, total
         self.exhausted = total == 0
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 
-from rlscale.rollout.sampling import Claims, FixedShare, LocalCounter, sample_seed
+from torch.distributed import HashStore
+
+from rlscale.rollout.sampling import Claims, FixedShare, sample_seed
 from tests import worlds
 
 
@@ -20,7 +22,7 @@ def test_seeds_are_distinct_and_depend_on_the_sample_alone():
 def test_claims_cover_every_position_once_whatever_their_sizes():
     rng = random.Random(0)
     for total in (0, 1, 7, 64):
-        counter = LocalCounter()
+        counter = HashStore()
         takers = [Claims(counter, "step", total) for _ in range(3)]
         taken: list[int] = []
         while not all(taker.exhausted for taker in takers):
@@ -39,7 +41,7 @@ def test_fixed_shares_cover_every_position_once() -> None:
 
 
 def test_lists_do_not_share_a_counter():
-    counter = LocalCounter()
+    counter = HashStore()
     assert list(Claims(counter, "step 1", 3).take(3)) == [0, 1, 2]
     assert list(Claims(counter, "step 2", 3).take(2)) == [0, 1]
 
