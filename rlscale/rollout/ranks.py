@@ -42,18 +42,13 @@ class RolloutRanks:
         self.group: dist.ProcessGroup | None = None
         store: dist.Store = dist.HashStore()
         if dist.is_initialized():
-            self._make_groups(timedelta(seconds=max(cfg.request_timeout_s, cfg.start_timeout_s) + RPC_TIMEOUT_S))
+            # groups over CPU, for waiting and short messages: NCCL would keep devices and cores busy while it waits
+            limit = timedelta(seconds=max(cfg.request_timeout_s, cfg.start_timeout_s) + RPC_TIMEOUT_S)
+            self.control = dist.new_group(backend="gloo", timeout=limit)
+            if self.tp > 1:
+                self.group, _ = dist.new_subgroups(self.tp, backend="gloo", timeout=limit)
             store = dist.distributed_c10d._get_default_store()
         self.counter = dist.PrefixStore(f"rlscale/rollout{next(_instances)}", store)
-
-    def _make_groups(self, limit: timedelta) -> None:
-        """Groups over CPU for waiting and short messages: NCCL would keep devices and cores busy while it waits."""
-        self.control = dist.new_group(backend="gloo", timeout=limit)
-        if self.tp > 1:
-            for leader in range(0, self.replicas * self.tp, self.tp):
-                group = dist.new_group(list(range(leader, leader + self.tp)), backend="gloo", timeout=limit)
-                if leader <= self.rank < leader + self.tp:
-                    self.group = group
 
     def barrier(self) -> None:
         """Wait for the other ranks of this rollout group."""

@@ -24,7 +24,7 @@ from rlscale.config.schema import Config
 from rlscale.reshard.layout import Layout
 from rlscale.rollout.backend import Backend, Output
 from rlscale.rollout.ranks import EngineError, RolloutRanks
-from rlscale.rollout.sampling import Claims, FixedShare, Sampling, sample_seed
+from rlscale.rollout.sampling import Claims, Sampling, sample_seed
 from rlscale.rollout.trajectory import Sampler, sample_trajectory
 from rlscale.rollout.vllm.client import VllmBackend
 from rlscale.rollout.weight_sync import WeightSync
@@ -100,18 +100,6 @@ class Rollout:
         self.ranks.raise_together(errors, "start")
         self.weight_sync.describe()
 
-    def restart(self) -> None:
-        """Start new engines in the place of those that have died; all need `sync` before they generate again.
-
-        Raises:
-            RuntimeError: on every rank, when an engine cannot start.
-        """
-        self.restarts += 1
-        self.weight_sync.forget()
-        self.ranks.together(_revive, "restart")
-        self.asleep = False
-        self.weight_sync.describe()
-
     def generate(self, prompts: list[Prompt], sampling: Sampling, pool: RewardPool | None = None) -> list[Trajectory]:
         """Sample ``sampling.n`` responses to every prompt of the step's global list.
 
@@ -158,10 +146,12 @@ class Rollout:
 
         self.ranks.together(work, "generation")
 
-    def _claims(self, total: int) -> Claims | FixedShare:
+    def _claims(self, total: int) -> Claims:
+        """With ``trainer.deterministic`` this replica's fixed share: who takes what must not depend on who is quick."""
+        ranks, key = self.ranks, f"claims{self.calls}"
         if self.cfg.trainer.deterministic:
-            return FixedShare(self.ranks.rank // self.ranks.tp, self.ranks.replicas, total)
-        return Claims(self.ranks.counter, f"claims{self.calls}", total)
+            return Claims(ranks.counter, f"{key}/{ranks.rank}", range(ranks.rank // ranks.tp, total, ranks.replicas))
+        return Claims(ranks.counter, key, range(total))
 
     def _still_missing(self, missing: Missing, finished: list[Trajectory]) -> Missing:
         """What no rank has finished, the same list on all of them."""
@@ -173,7 +163,7 @@ class Rollout:
 
     async def _serve(
         self, engine: Backend, prompts: list[Prompt], missing: Missing, sampling: Sampling, pool: RewardPool | None,
-        claims: Claims | FixedShare, finished: list[Trajectory],
+        claims: Claims, finished: list[Trajectory],
     ) -> None:  # fmt: skip
         """Claim prompts and sample them until none is left; responses that are complete (and scored) are ``finished``.
 
@@ -270,10 +260,11 @@ class Rollout:
 
     def _replace_lost(self, error: EngineError) -> bool:
         """Start new engines in the place of those that were lost, unless generation is to be broken off (a launcher
-        that ends a run ends the engines, too); says whether. Collective.
+        that ends a run ends the engines, too); says whether. All need `sync` before they generate again. Collective.
 
         Raises:
-            EngineError: ``error``, where no engine was lost or ``rollout.engine_restarts`` is used up.
+            EngineError: ``error``, where no engine was lost or ``rollout.engine_restarts`` is used up; a new one, when
+                an engine cannot start.
         """
         lost = self.backend is not None and not self.backend.alive
         leaders = gather((lost, self.interrupted()), self.ranks.control)
@@ -283,11 +274,15 @@ class Rollout:
             raise error
         if self.device.rank == 0:
             say(f"warning: {error}; starting a new engine")
-        self.restart()
+        self.restarts += 1
+        self.weight_sync.forget()
+        self.ranks.together(_revive, "restart")
+        self.asleep = False
+        self.weight_sync.describe()
         return True
 
     def sleep(self) -> None:
-        """Give the engines' device memory to the trainer until the next `sync` (or `wake`).
+        """Give the engines' device memory to the trainer until the next `sync`.
 
         On CUDA the weights are dropped too. On CPU nothing happens: vLLM has no sleep mode there, memory is shared
         anyway, and to fault the cache's pages in again would cost more than they are worth.
@@ -295,12 +290,6 @@ class Rollout:
         if self.device.kind == "cuda" and not self.asleep:
             self.ranks.together(lambda engine: engine.sleep(), "sleep")
             self.asleep = True
-
-    def wake(self) -> None:
-        """Take the device memory back. Dropped weights only come back with `sync`, which wakes by itself."""
-        if self.asleep:
-            self.ranks.together(lambda engine: engine.wake(), "wake-up")
-            self.asleep, self.weight_sync.stale = False, True
 
     def close(self) -> None:
         """End this rank's engine and its processes. Not collective; safe after errors and when called again."""
@@ -325,7 +314,6 @@ async def _all_at_once(engine: Backend, begin: Callable[[int], set[Sample]], cou
     """
     await engine.pause()
     tasks = begin(count)
-    # a request counts from when it is on its way to the engine, which reads its requests in their order
     while engine.waiting() < len(tasks) and not any(task.done() for task in tasks):
         await asyncio.sleep(0)
     await engine.resume()

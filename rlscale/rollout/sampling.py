@@ -52,12 +52,12 @@ class Claims:
     Args:
         counter: shared by all processes.
         key: of this list; new for every list.
-        total: positions of the list.
+        positions: the list, the same in all processes.
     """
 
-    def __init__(self, counter: Store, key: str, total: int):
-        self.counter, self.key, self.total = counter, key, total
-        self.exhausted = total == 0
+    def __init__(self, counter: Store, key: str, positions: range):
+        self.counter, self.key, self.positions = counter, key, positions
+        self.exhausted = not positions
 
     def take(self, count: int) -> range:
         """The next ``count`` positions, fewer at the end, none when all are claimed."""
@@ -65,27 +65,5 @@ class Claims:
         if self.exhausted:
             return range(0)
         stop = self.counter.add(self.key, count)
-        self.exhausted = stop >= self.total
-        return range(min(stop - count, self.total), min(stop, self.total))
-
-
-class FixedShare:
-    """As `Claims`, where who takes what must not depend on who is quick: every ``replicas``-th position.
-
-    Args:
-        replica: this one, from 0.
-        replicas: how many divide the list.
-        total: positions of the list.
-    """
-
-    def __init__(self, replica: int, replicas: int, total: int):
-        self.rest = range(replica, total, replicas)
-
-    @property
-    def exhausted(self) -> bool:
-        return not self.rest
-
-    def take(self, count: int) -> range:
-        """The next ``count`` positions, fewer at the end."""
-        taken, self.rest = self.rest[:count], self.rest[count:]
-        return taken
+        self.exhausted = stop >= len(self.positions)
+        return self.positions[stop - count : stop]

@@ -58,7 +58,7 @@ def test_generation_that_takes_too_long_is_an_error_and_the_engines_go_on(run_di
 
 def lose_engines(run_dir: str) -> Any:
     """Rank 1 loses its engine while it generates: the samples without and with that, and how many it cost."""
-    from rlscale.rollout.sampling import FixedShare, Sampling
+    from rlscale.rollout.sampling import Claims, Sampling
     from rlscale.rollout.trajectory import sample_trajectory
 
     rollout = rollout_of("replicas", run_dir)
@@ -76,7 +76,9 @@ def lose_engines(run_dir: str) -> Any:
 
     sampling = Sampling(n=4, max_tokens=16, seed=11)
     expected = rollout.generate(prompts(PROMPTS), sampling)
-    claims, rollout._claims = rollout._claims, lambda total: FixedShare(rank, 2, total)  # rank 1 has something to lose
+    claims, counter = rollout._claims, torch.distributed.HashStore()
+    # rank 1 has something to lose
+    rollout._claims = lambda total: Claims(counter, f"{rollout.calls}", range(rank, total, 2))
     rollout.sample = third_kills
     try:
         got = rollout.generate(prompts(PROMPTS), sampling)

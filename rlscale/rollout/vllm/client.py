@@ -311,14 +311,11 @@ class VllmBackend:
 
     def _reason(self, error: BaseException) -> str:
         """The last error in the engine's log; the exception itself where that says more than that an engine failed."""
-        text = f"{type(error).__name__}: {error}".strip()
-        if not re.search("Engine core initialization failed|EngineDeadError|EngineCore", text):
-            return " ".join(text.split())
-        with contextlib.suppress(OSError):
-            found = last_error(self.log.read_text(errors="replace"))
-            if found:
-                return found
-        return " ".join(text.split())
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        if re.search("Engine core initialization failed|EngineDeadError|EngineCore", text):
+            with contextlib.suppress(OSError):
+                return last_error(self.log.read_text(errors="replace")) or text
+        return text
 
 
 def start_early(cfg: Config, kind: str) -> VllmBackend | None:

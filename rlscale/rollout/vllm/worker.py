@@ -176,12 +176,6 @@ class ShardWriter:
         self.by_module: dict[str, list[Target]] = {}
         for target in targets(model):
             self.by_module.setdefault(target.module, []).append(target)
-        self.missing: dict[str, dict[tuple[str, str], int]] = {}  # module -> (key, tensor) -> elements to come
-        self.staged: dict[str, torch.Tensor] = {}
-        self.sums: dict[str, int] = {}
-        self.verify = False
-        self.buffers: list[torch.Tensor] = []
-        self.rounds: list[list[Any]] = []
 
     def targets(self) -> list[dict[str, Any]]:
         """What this worker needs of the model."""
@@ -190,7 +184,7 @@ class ShardWriter:
     def connect(self, mailboxes: list[dict[str, Any]]) -> None:
         """Map the buckets that the trainer fills for this worker (`rlscale.rollout.weight_sync`)."""
         self.buffers = [open_memory(memory, self.device) for memory in mailboxes[self.rank]["buffers"]]
-        self.rounds = mailboxes[self.rank]["rounds"]
+        self.rounds: list[list[Any]] = mailboxes[self.rank]["rounds"]
 
     def begin_update(self, verify: bool) -> None:
         """With ``verify``, what every module holds when it is complete is summed up before vLLM packs it.
@@ -198,8 +192,10 @@ class ShardWriter:
         `checksums` are those of `rlscale.reshard.verify`, read from the places where the model expects the tensors.
         They prove everything but the packing itself, which is vLLM's and cannot be read back.
         """
-        self.verify, self.staged, self.sums = verify, {}, {}
-        self.missing = {
+        self.verify = verify
+        self.sums: dict[str, int] = {}
+        self.staged: dict[str, torch.Tensor] = {}  # what packed modules get, by key
+        self.missing = {  # elements to come
             module: {(target.key, target.name): volume(target.index) for target in of_module}
             for module, of_module in self.by_module.items()
         }
