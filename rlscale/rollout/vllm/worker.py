@@ -38,7 +38,7 @@ from rlscale.reshard.verify import MASK, position_checksum
 
 @dataclass(frozen=True)
 class Target:
-    """``index`` of canonical tensor ``name`` (of ``shape``) lies at ``at`` of ``key`` (module.parameter), here."""
+    """``index`` of canonical tensor ``name`` (of ``shape``) lies at ``at`` of this worker's parameter ``key``."""
 
     name: str
     shape: tuple[int, ...]
