@@ -90,7 +90,7 @@ def train(checked: Checked, device) -> list[float]:
         "actor", checked.spec, path, cfg.actor.parallel, cfg.actor.optim, batching(cfg.actor, cfg.actor),
         device, dtype=DTYPES[cfg.model.dtype], temperature=cfg.rollout.temperature, total_steps=steps, seed=seed,
     )  # fmt: skip
-    rollout = Rollout(cfg, device, cfg.trainer.run_dir, eos_token_ids(path, tokenizer), tokenizer)
+    rollout = Rollout(cfg, device, eos_token_ids(path, tokenizer), tokenizer)
     history = []
     try:
         rollout.start()

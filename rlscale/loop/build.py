@@ -59,7 +59,7 @@ def build(checked: Checked, task: Task, device: Device, started: float, engine: 
             progress.message(line)
         models: dict[str, Engine] = {}
         rollout = Rollout(
-            cfg, device, cfg.trainer.run_dir, eos_token_ids(cfg.model.path, tokenizer), tokenizer,
+            cfg, device, eos_token_ids(cfg.model.path, tokenizer), tokenizer,
             weights=lambda: (models["actor"].layout, models["actor"].tensors()), interrupted=lambda: watch.requested,
             backend=engine,
         )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Generation with vLLM: engines in processes of their own, claimed prompts, weights handed over as shards."""
+"""Generation: engines in processes of their own behind one protocol, claimed prompts, weights handed over as shards."""

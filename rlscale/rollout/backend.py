@@ -70,7 +70,11 @@ class Backend(Protocol):
         """
 
     def connect(self, mailboxes: list[dict[str, Any]]) -> None:
-        """Give each worker its `weight_sync.Buckets.mailbox`; it must have mapped the memories when this returns."""
+        """Tell each worker where its buckets lie (``buffers``, mapped when this returns) and what will be in them.
+
+        ``rounds`` of a mailbox holds, for each number of a bucket, (key, name, at, shape, offset, nbytes, dtype) of
+        every part.
+        """
 
     def begin_update(self, verify: bool) -> None:
         """Make room for weights; with ``verify`` the workers sum up what they take over for `checksums`."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from rlscale.cluster.collective import raise_on_all
 from rlscale.config.schema import RolloutConfig
-from rlscale.rollout.sampling import Counter, LocalCounter
+from rlscale.rollout.backend import Backend
 
 if TYPE_CHECKING:
     from rlscale.cluster.device import Device
+
+T = TypeVar("T")
 
 RPC_TIMEOUT_S = 300.0  # for calls to the engine other than generation
 _instances = itertools.count()
@@ -25,47 +27,49 @@ class EngineError(RuntimeError):
 
 
 class RolloutRanks:
-    """Rollout groups of ``tensor_model_parallel_size`` consecutive ranks each; the first of a group is its leader."""
+    """Rollout groups of ``tensor_model_parallel_size`` consecutive ranks each; the first of a group is its leader.
+
+    Attributes:
+        backend: the engine of a leader's group, given by `Rollout`; None on other ranks.
+        counter: an atomic counter that all ranks share.
+    """
 
     def __init__(self, cfg: RolloutConfig, device: Device):
         self.rank, self.tp = device.rank, cfg.tensor_model_parallel_size
         self.is_leader, self.replicas = device.rank % self.tp == 0, device.world // self.tp
+        self.backend: Backend | None = None
         self.control: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
-        self.counter: Counter = LocalCounter()
-        name = f"rlscale/rollout{next(_instances)}"
+        store: dist.Store = dist.HashStore()
         if dist.is_initialized():
-            self._make_groups(timedelta(seconds=max(cfg.request_timeout_s, cfg.start_timeout_s) + RPC_TIMEOUT_S))
-            self.counter = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-
-    def _make_groups(self, limit: timedelta) -> None:
-        """Groups over CPU for waiting and short messages: NCCL would keep devices and cores busy while it waits."""
-        self.control = dist.new_group(backend="gloo", timeout=limit)
-        if self.tp > 1:
-            for leader in range(0, self.replicas * self.tp, self.tp):
-                group = dist.new_group(list(range(leader, leader + self.tp)), backend="gloo", timeout=limit)
-                if leader <= self.rank < leader + self.tp:
-                    self.group = group
+            # groups over CPU, for waiting and short messages: NCCL would keep devices and cores busy while it waits
+            limit = timedelta(seconds=max(cfg.request_timeout_s, cfg.start_timeout_s) + RPC_TIMEOUT_S)
+            self.control = dist.new_group(backend="gloo", timeout=limit)
+            if self.tp > 1:
+                self.group, _ = dist.new_subgroups(self.tp, backend="gloo", timeout=limit)
+            store = dist.distributed_c10d._get_default_store()
+        self.counter = dist.PrefixStore(f"rlscale/rollout{next(_instances)}", store)
 
     def barrier(self) -> None:
         """Wait for the other ranks of this rollout group."""
         if self.group is not None:
             dist.barrier(group=self.group)
 
-    def attempt(self, errors: list[Exception], step: Callable[..., object], *args: Any) -> None:
+    def attempt(self, errors: list[Exception], step: Callable[[Backend], T]) -> T | None:
         """A leader's step of several; after an error the rest is left out, while the ranks finish their exchange."""
-        if not self.is_leader or errors:
-            return
-        try:
-            step(*args)
-        except Exception as error:
-            errors.append(error)
+        if self.backend is not None and not errors:
+            try:
+                return step(self.backend)
+            except Exception as error:
+                errors.append(error)
+        return None
 
-    def together(self, work: Callable[[], object], what: str) -> None:
+    def together(self, work: Callable[[Backend], T], what: str) -> T | None:
         """Let the leaders work and all ranks wait for them; raises EngineError on all ranks where one has failed."""
         errors: list[Exception] = []
-        self.attempt(errors, work)
+        result = self.attempt(errors, work)
         self.raise_together(errors, what)
+        return result
 
     def raise_together(self, errors: list[Exception], what: str) -> None:
         """Raise EngineError on every rank where one of them has errors. Collective."""

@@ -1,9 +1,8 @@
 """Generation and weight updates as all ranks of a run see them: `Rollout`.
 
-Ranks form rollout groups of ``tensor_model_parallel_size`` consecutive ranks. The first of a group, its leader, hosts
-an engine whose worker k runs on the device of rank leader + k. Leaders claim the prompts of a step from a common
-counter, so that a slow engine holds nobody back, and all responses to one prompt come from one engine, which then
-computes the prompt once. The other ranks wait, without using their core.
+The leaders of the rollout groups (`rlscale.rollout.ranks`) claim the prompts of a step from a common counter, so that a
+slow engine holds nobody back, and all responses to one prompt come from one engine, which then computes the prompt
+once. The other ranks wait, without using their core.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import asyncio
 import atexit
 import itertools
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +24,9 @@ from rlscale.config.schema import Config
 from rlscale.reshard.layout import Layout
 from rlscale.rollout.backend import Backend, Output
 from rlscale.rollout.ranks import EngineError, RolloutRanks
-from rlscale.rollout.sampling import Claims, FixedShare, Sampling, sample_seed
+from rlscale.rollout.sampling import Claims, Sampling, sample_seed
 from rlscale.rollout.trajectory import Sampler, sample_trajectory
-from rlscale.rollout.vllm.client import VllmBackend, log_of
+from rlscale.rollout.vllm.client import VllmBackend
 from rlscale.rollout.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -39,6 +36,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5  # between looks at whether generation should be broken off
 Weights = tuple[Layout, Mapping[str, torch.Tensor]]
+Sample = asyncio.Task[Trajectory]
 Missing = list[tuple[int, list[int]]]  # prompts by their place in the step, each with the numbers of samples it lacks
 
 
@@ -47,7 +45,6 @@ class Rollout:
 
     Args:
         device: this process; a world of one needs no process group.
-        run_dir: the engines' output goes to ``engines/rank_*.log`` in it.
         eos_ids: tokens that end a response; the one that did is its last token.
         tokenizer: decodes responses; without one, and without a pool, their texts are empty.
         weights: the trainer's layout and tensors now, for an engine that is replaced; None: those of the last `sync`.
@@ -60,7 +57,6 @@ class Rollout:
         self,
         cfg: Config,
         device: Device,
-        run_dir: str | Path,
         eos_ids: list[int],
         tokenizer: Any = None,
         *,
@@ -72,15 +68,16 @@ class Rollout:
         self.cfg, self.device, self.eos_ids, self.tokenizer = cfg, device, tuple(eos_ids), tokenizer
         self.weights, self.interrupted, self.sample = weights, interrupted or (lambda: False), sample
         self.ranks = RolloutRanks(cfg.rollout, device)
-        self.is_leader, self.replicas = self.ranks.is_leader, self.ranks.replicas
-        self.backend = (backend or VllmBackend(cfg, device, log_of(run_dir, device))) if self.is_leader else None
-        self.weight_sync = WeightSync(cfg.rollout, device, self.ranks, self.backend)
+        self.is_leader = self.ranks.is_leader
+        if self.is_leader:
+            self.ranks.backend = backend or VllmBackend(cfg, device)
+        self.backend = self.ranks.backend
+        self.weight_sync = WeightSync(cfg.rollout, device, self.ranks)
         self.asleep = False
         self.updated = False  # the engines have other weights than those of ``model.path``
         self.calls = 0
         self.restarts = self.resampled = 0  # engines replaced in this run, and samples that were lost with them
         self.start_errors: list[Exception] = []
-        atexit.register(_close, weakref.ref(self))
 
     def start(self) -> None:
         """Start every engine and learn what slices its workers need.
@@ -93,40 +90,17 @@ class Rollout:
 
     def begin_start(self) -> None:
         """Begin to start this leader's engine, where memory allows it beside what comes next; not collective."""
-        self.ranks.attempt(self.start_errors, lambda: self._engine.begin_start())
+        atexit.register(self.close)
+        self.ranks.attempt(self.start_errors, lambda engine: engine.begin_start())
 
     def finish_start(self) -> None:
         """Wait for the engines that have begun to start; raises as `start`."""
         errors, self.start_errors = self.start_errors, []
-        self.ranks.attempt(errors, lambda: self._engine.finish_start())
+        self.ranks.attempt(errors, lambda engine: engine.finish_start())
         self.ranks.raise_together(errors, "start")
         self.weight_sync.describe()
 
-    def restart(self) -> None:
-        """Start new engines in the place of those that have died; all need `sync` before they generate again.
-
-        Raises:
-            RuntimeError: on every rank, when an engine cannot start.
-        """
-        self.restarts += 1
-        self.weight_sync.forget()
-        self.ranks.together(self._revive, "restart")
-        self.asleep = False
-        self.weight_sync.describe()
-
-    def _revive(self) -> None:
-        if self._engine.alive:
-            self._engine.wake()  # all are to be in the same state
-        else:
-            self._engine.begin_start()
-            self._engine.finish_start()
-
-    def generate(
-        self,
-        prompts: list[Prompt],
-        sampling: Sampling,
-        pool: RewardPool | None = None,
-    ) -> list[Trajectory]:
+    def generate(self, prompts: list[Prompt], sampling: Sampling, pool: RewardPool | None = None) -> list[Trajectory]:
         """Sample ``sampling.n`` responses to every prompt of the step's global list.
 
         With a pool each response is scored as soon as it is complete, while others are still being generated. An engine
@@ -144,18 +118,11 @@ class Rollout:
         if self.weight_sync.stale or self.asleep:
             raise RuntimeError("the engines have no valid weights (asleep, or an update failed): sync them first")
         sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or self.eos_ids)
-        mine: list[Trajectory] = []
+        finished: list[Trajectory] = []
         missing: Missing = [(index, list(range(sampling.n))) for index in range(len(prompts))]
         while missing:
-            self.calls += 1
-            claims = self._claims(len(missing))
-
-            def work(missing: Missing = missing, claims: Claims | FixedShare = claims) -> None:
-                serve = self._serve(prompts, missing, sampling, pool, claims, mine)
-                self._engine.run(serve, self.cfg.rollout.request_timeout_s, "generation")
-
             try:
-                self.ranks.together(work, "generation")
+                self._sample_all(prompts, missing, sampling, pool, finished)
                 break
             except EngineError as error:
                 if not self._replace_lost(error):
@@ -164,31 +131,40 @@ class Rollout:
                     assert self.weights is not None
                     self.sync(*self.weights())
                 self.weight_sync.stale = False
-            missing = self._still_missing(missing, mine)
-        return sorted(mine, key=lambda t: (t.prompt_index, t.sample_index))
+            missing = self._still_missing(missing, finished)
+        return sorted(finished, key=lambda t: (t.prompt_index, t.sample_index))
 
-    def _claims(self, total: int) -> Claims | FixedShare:
+    def _sample_all(
+        self, prompts: list[Prompt], missing: Missing, sampling: Sampling, pool: RewardPool | None,
+        finished: list[Trajectory],
+    ) -> None:  # fmt: skip
+        self.calls += 1
+        claims, limit = self._claims(len(missing)), self.cfg.rollout.request_timeout_s
+
+        def work(engine: Backend) -> None:
+            engine.run(self._serve(engine, prompts, missing, sampling, pool, claims, finished), limit, "generation")
+
+        self.ranks.together(work, "generation")
+
+    def _claims(self, total: int) -> Claims:
+        """With ``trainer.deterministic`` this replica's fixed share: who takes what must not depend on who is quick."""
+        ranks, key = self.ranks, f"claims{self.calls}"
         if self.cfg.trainer.deterministic:
-            return FixedShare(self.device.rank // self.ranks.tp, self.replicas, total)
-        return Claims(self.ranks.counter, f"claims{self.calls}", total)
+            return Claims(ranks.counter, f"{key}/{ranks.rank}", range(ranks.rank // ranks.tp, total, ranks.replicas))
+        return Claims(ranks.counter, key, range(total))
 
-    def _still_missing(self, missing: Missing, mine: list[Trajectory]) -> Missing:
+    def _still_missing(self, missing: Missing, finished: list[Trajectory]) -> Missing:
         """What no rank has finished, the same list on all of them."""
-        shares = gather([(t.prompt_index, t.sample_index) for t in mine], self.ranks.control)
+        shares = gather([(t.prompt_index, t.sample_index) for t in finished], self.ranks.control)
         done = {key for share in shares for key in share}
         rest = [(index, [i for i in numbers if (index, i) not in done]) for index, numbers in missing]
         self.resampled += sum(len(numbers) for _, numbers in rest)
         return [(index, numbers) for index, numbers in rest if numbers]
 
     async def _serve(
-        self,
-        prompts: list[Prompt],
-        missing: Missing,
-        sampling: Sampling,
-        pool: RewardPool | None,
-        claims: Claims | FixedShare,
-        finished: list[Trajectory],
-    ) -> None:
+        self, engine: Backend, prompts: list[Prompt], missing: Missing, sampling: Sampling, pool: RewardPool | None,
+        claims: Claims, finished: list[Trajectory],
+    ) -> None:  # fmt: skip
         """Claim prompts and sample them until none is left; responses that are complete (and scored) are ``finished``.
 
         A replica holds at most its even share of the prompts at a time, and of these as many samples as the engine
@@ -196,25 +172,27 @@ class Rollout:
         this process. With ``trainer.deterministic`` it gets its share before it begins.
         """
         r, n = self.cfg.rollout, sampling.n
-        room = max(n, min(r.max_num_seqs + n, -(-len(missing) // self.replicas) * n))
-        running: set[asyncio.Task[Trajectory]] = set()
+        room = max(n, min(r.max_num_seqs + n, -(-len(missing) // self.ranks.replicas) * n))
+        running: set[Sample] = set()
         scoring: list[asyncio.Task[None]] = []
 
-        def begin(count: int) -> set[asyncio.Task[Trajectory]]:
+        def begin(count: int) -> set[Sample]:
             return {
-                asyncio.create_task(self._sample(prompts[index], index, i, sampling))
+                asyncio.create_task(self._sample(engine, prompts[index], index, i, sampling))
                 for index, numbers in (missing[claimed] for claimed in claims.take(count))
                 for i in numbers
             }
 
         async def complete(trajectory: Trajectory) -> None:
             if pool is not None:
-                await _score(pool, prompts[trajectory.prompt_index], trajectory)
+                score = await pool.score(prompts[trajectory.prompt_index], trajectory.response_text)
+                trajectory.reward, trajectory.reward_failed = score.value, score.failed
+                trajectory.reward_error, trajectory.extra = score.error, dict(score.extra)
             finished.append(trajectory)
 
         try:
             if self.cfg.trainer.deterministic:
-                running = await self._all_at_once(begin, len(missing))
+                running = await _all_at_once(engine, begin, len(missing))
             while not self.interrupted():
                 while len(running) + n <= room and not claims.exhausted:
                     running |= begin(max(1, min(r.prefetch_groups, (room - len(running)) // n)))
@@ -235,33 +213,16 @@ class Rollout:
                 unfinished.cancel()
             await asyncio.gather(*running, *scoring, return_exceptions=True)
 
-    async def _all_at_once(
-        self, begin: Callable[[int], set[asyncio.Task[Trajectory]]], count: int
-    ) -> set[asyncio.Task[Trajectory]]:
-        """Begin with an engine that starts when it has everything, and has nothing cached.
-
-        What it decodes together then follows from the requests alone, and with it the last bits of their log-probs.
-        """
-        engine = self._engine
-        await engine.pause()
-        tasks = begin(count)
-        # a request counts from when it is on its way to the engine, which reads its requests in their order
-        while engine.waiting() < len(tasks) and not any(task.done() for task in tasks):
-            await asyncio.sleep(0)
-        await engine.resume()
-        return tasks
-
-    async def _sample(self, prompt: Prompt, index: int, number: int, sampling: Sampling) -> Trajectory:
+    async def _sample(self, engine: Backend, prompt: Prompt, index: int, number: int, sampling: Sampling) -> Trajectory:
         asked = itertools.count()
 
         async def generate(token_ids: Sequence[int], params: Sampling) -> Output:
-            return await self._engine.generate(f"{self.calls}-{index}-{number}-{next(asked)}", token_ids, params)
+            return await engine.generate(f"{self.calls}-{index}-{number}-{next(asked)}", token_ids, params)
 
         trajectory = await self.sample(prompt, sampling, sample_seed(sampling.seed, index, number), generate)
         trajectory.prompt_index, trajectory.sample_index = index, number
         if self.tokenizer is not None:
-            ids = trajectory.response_ids
-            trajectory.response_text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            trajectory.response_text = self.tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
         return trajectory
 
     def sync(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -288,18 +249,22 @@ class Rollout:
         started = time.perf_counter()
         while True:
             try:
-                self._update(source, tensors)
-                return self._sync_metrics(started)
+                self.weight_sync.update(source, tensors)
+                self.asleep = False
+                break
             except EngineError as error:
                 if not self._replace_lost(error):
-                    return self._sync_metrics(started)  # the step's record is to be that of any other run
+                    break  # the step's record is to be that of any other run
+        taken = float(self.weight_sync.bytes_taken)
+        return {"rollout/sync_bytes": taken, "rollout/sync_s": time.perf_counter() - started}
 
     def _replace_lost(self, error: EngineError) -> bool:
         """Start new engines in the place of those that were lost, unless generation is to be broken off (a launcher
-        that ends a run ends the engines, too); says whether. Collective.
+        that ends a run ends the engines, too); says whether. All need `sync` before they generate again. Collective.
 
         Raises:
-            EngineError: ``error``, where no engine was lost or ``rollout.engine_restarts`` is used up.
+            EngineError: ``error``, where no engine was lost or ``rollout.engine_restarts`` is used up; a new one, when
+                an engine cannot start.
         """
         lost = self.backend is not None and not self.backend.alive
         leaders = gather((lost, self.interrupted()), self.ranks.control)
@@ -309,57 +274,47 @@ class Rollout:
             raise error
         if self.device.rank == 0:
             say(f"warning: {error}; starting a new engine")
-        self.restart()
+        self.restarts += 1
+        self.weight_sync.forget()
+        self.ranks.together(_revive, "restart")
+        self.asleep = False
+        self.weight_sync.describe()
         return True
 
-    def _sync_metrics(self, started: float) -> dict[str, float]:
-        taken = float(self.weight_sync.bytes_taken)
-        return {"rollout/sync_bytes": taken, "rollout/sync_s": time.perf_counter() - started}
-
-    def _update(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-        update = self.weight_sync
-        checked = update.check_due
-        update.send(source, tensors, checked)
-        self.asleep = False
-        if checked:
-            update.compare(tensors)
-        update.stale = False
-
     def sleep(self) -> None:
-        """Give the engines' device memory to the trainer until the next `sync` (or `wake`).
+        """Give the engines' device memory to the trainer until the next `sync`.
 
         On CUDA the weights are dropped too. On CPU nothing happens: vLLM has no sleep mode there, memory is shared
         anyway, and to fault the cache's pages in again would cost more than they are worth.
         """
         if self.device.kind == "cuda" and not self.asleep:
-            self.ranks.together(lambda: self._engine.sleep(), "sleep")
+            self.ranks.together(lambda engine: engine.sleep(), "sleep")
             self.asleep = True
-
-    def wake(self) -> None:
-        """Take the device memory back. Dropped weights only come back with `sync`, which wakes by itself."""
-        if self.asleep:
-            self.ranks.together(lambda: self._engine.wake(), "wake-up")
-            self.asleep, self.weight_sync.stale = False, True
 
     def close(self) -> None:
         """End this rank's engine and its processes. Not collective; safe after errors and when called again."""
+        atexit.unregister(self.close)
         if self.backend is not None:
             self.backend.close()
-        self.weight_sync.buckets = None
-
-    @property
-    def _engine(self) -> Backend:
-        assert self.backend is not None, "only leaders have an engine"
-        return self.backend
+        self.weight_sync.source = self.weight_sync.transfer = None
 
 
-async def _score(pool: RewardPool, prompt: Prompt, trajectory: Trajectory) -> None:
-    score = await pool.score(prompt, trajectory.response_text)
-    trajectory.reward, trajectory.reward_failed = score.value, score.failed
-    trajectory.reward_error, trajectory.extra = score.error, dict(score.extra)
+def _revive(engine: Backend) -> None:
+    if engine.alive:
+        engine.wake()  # all are to be in the same state
+    else:
+        engine.begin_start()
+        engine.finish_start()
 
 
-def _close(reference: weakref.ref[Rollout]) -> None:
-    rollout = reference()
-    if rollout is not None:
-        rollout.close()
+async def _all_at_once(engine: Backend, begin: Callable[[int], set[Sample]], count: int) -> set[Sample]:
+    """Begin with an engine that starts when it has everything, and has nothing cached.
+
+    What it decodes together then follows from the requests alone, and with it the last bits of their log-probs.
+    """
+    await engine.pause()
+    tasks = begin(count)
+    while engine.waiting() < len(tasks) and not any(task.done() for task in tasks):
+        await asyncio.sleep(0)
+    await engine.resume()
+    return tasks

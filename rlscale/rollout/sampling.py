@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 @dataclass(frozen=True)
@@ -43,35 +46,18 @@ def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-class Counter(Protocol):
-    """What `Claims` needs of a torch.distributed store: an atomic addition that returns the sum."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-
-class LocalCounter:
-    """The counter of a world of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, int] = {}
-
-    def add(self, key: str, amount: int, /) -> int:
-        self.values[key] = self.values.get(key, 0) + amount
-        return self.values[key]
-
-
 class Claims:
     """Positions of a list that several processes work off together, each position claimed exactly once.
 
     Args:
-        counter: shared by all processes, atomic.
+        counter: shared by all processes.
         key: of this list; new for every list.
-        total: positions of the list.
+        positions: the list, the same in all processes.
     """
 
-    def __init__(self, counter: Counter, key: str, total: int):
-        self.counter, self.key, self.total = counter, key, total
-        self.exhausted = total == 0
+    def __init__(self, counter: Store, key: str, positions: range):
+        self.counter, self.key, self.positions = counter, key, positions
+        self.exhausted = not positions
 
     def take(self, count: int) -> range:
         """The next ``count`` positions, fewer at the end, none when all are claimed."""
@@ -79,27 +65,5 @@ class Claims:
         if self.exhausted:
             return range(0)
         stop = self.counter.add(self.key, count)
-        self.exhausted = stop >= self.total
-        return range(min(stop - count, self.total), min(stop, self.total))
-
-
-class FixedShare:
-    """As `Claims`, where who takes what must not depend on who is quick: every ``replicas``-th position.
-
-    Args:
-        replica: this one, from 0.
-        replicas: how many divide the list.
-        total: positions of the list.
-    """
-
-    def __init__(self, replica: int, replicas: int, total: int):
-        self.rest = range(replica, total, replicas)
-
-    @property
-    def exhausted(self) -> bool:
-        return not self.rest
-
-    def take(self, count: int) -> range:
-        """The next ``count`` positions, fewer at the end."""
-        taken, self.rest = self.rest[:count], self.rest[count:]
-        return taken
+        self.exhausted = stop >= len(self.positions)
+        return self.positions[stop - count : stop]

@@ -34,11 +34,11 @@ def model(layout: str, seed: int) -> str:
 _rollouts: dict[str, Any] = {}
 
 
-def configuration(layout: str, path: str, **rollout: Any) -> Any:
+def configuration(layout: str, path: str, run_dir: str, **rollout: Any) -> Any:
     from rlscale.config.schema import Config
 
     cfg = Config()
-    cfg.model.path, cfg.model.dtype = path, "float32"
+    cfg.model.path, cfg.model.dtype, cfg.trainer.run_dir = path, "float32", run_dir
     cfg.data.max_prompt_length, cfg.data.max_response_length = 64, 64
     cfg.rollout.tensor_model_parallel_size = 2 if layout == "split" else 1
     cfg.rollout.kv_cache_memory_gb, cfg.rollout.max_num_seqs, cfg.rollout.sync_bucket_mb = 1 / 32, 16, 1
@@ -60,7 +60,7 @@ def rollout_of(layout: str, run_dir: str, untouched: bool = False) -> Any:
     from rlscale.rollout.rollout import Rollout
     from rlscale.rollout.trajectory import sample_trajectory
 
-    cfg = configuration(layout, model(layout, 0))
+    cfg = configuration(layout, model(layout, 0), run_dir)
     kept = _rollouts.get(layout)
     if kept is not None:
         usable = kept.backend is None or kept.backend.alive
@@ -74,7 +74,7 @@ def rollout_of(layout: str, run_dir: str, untouched: bool = False) -> Any:
             return kept
     close_all()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rollout = Rollout(cfg, Device("cpu", rank, rank, world, world), run_dir, [EOS])
+    rollout = Rollout(cfg, Device("cpu", rank, rank, world, world), [EOS])
     rollout.start()
     _rollouts[layout] = rollout
     return rollout

@@ -28,11 +28,11 @@ def sync_and_compare(run_dir: str, rollout_tp: int, first: str, *folders: str) -
 
     device = init_distributed("cpu")
     cfg = Config()
-    cfg.model.path, cfg.model.dtype = first, "float32"
+    cfg.model.path, cfg.model.dtype, cfg.trainer.run_dir = first, "float32", run_dir
     cfg.data.max_prompt_length, cfg.data.max_response_length = 64, 64
     cfg.rollout.tensor_model_parallel_size = rollout_tp
     cfg.rollout.kv_cache_memory_gb, cfg.rollout.max_num_seqs, cfg.rollout.sync_bucket_mb = 1 / 32, 16, 1
-    rollout = Rollout(cfg, Device("cpu", device.rank, device.rank, device.world, device.world), run_dir, [EOS])
+    rollout = Rollout(cfg, Device("cpu", device.rank, device.rank, device.world, device.world), [EOS])
     rollout.start()
     differences = []
     try:

@@ -70,8 +70,8 @@ def updated_then_fresh(old: str, new: str, tied: bool, tp: int, run_dir: str) ->
     export_hf(exported, layout, shards, reference_folder=new, dtype=torch.float32)
 
     def engine(path: str) -> Rollout:
-        cfg = configuration("split" if tp == 2 else "replicas", path, sync_verify="always")
-        rollout = Rollout(cfg, device, run_dir, [EOS])
+        cfg = configuration("split" if tp == 2 else "replicas", path, run_dir, sync_verify="always")
+        rollout = Rollout(cfg, device, [EOS])
         rollout.start()
         return rollout
 

@@ -65,7 +65,7 @@ def one_engine_takes_all(run_dir: str, given: int | None, taker: int, **sampling
 
     async def late(*args: Any) -> list[Any]:
         [claims] = (a for a in args if isinstance(a, Claims))
-        while rollout.device.rank != taker and claims.counter.add(claims.key, 0) < claims.total:
+        while rollout.device.rank != taker and claims.counter.add(claims.key, 0) < len(claims.positions):
             await asyncio.sleep(0.02)
         return await serve(*args)
 

@@ -58,7 +58,7 @@ def test_generation_that_takes_too_long_is_an_error_and_the_engines_go_on(run_di
 
 def lose_engines(run_dir: str) -> Any:
     """Rank 1 loses its engine while it generates: the samples without and with that, and how many it cost."""
-    from rlscale.rollout.sampling import FixedShare, Sampling
+    from rlscale.rollout.sampling import Claims, Sampling
     from rlscale.rollout.trajectory import sample_trajectory
 
     rollout = rollout_of("replicas", run_dir)
@@ -76,7 +76,9 @@ def lose_engines(run_dir: str) -> Any:
 
     sampling = Sampling(n=4, max_tokens=16, seed=11)
     expected = rollout.generate(prompts(PROMPTS), sampling)
-    claims, rollout._claims = rollout._claims, lambda total: FixedShare(rank, 2, total)  # rank 1 has something to lose
+    claims, counter = rollout._claims, torch.distributed.HashStore()
+    # rank 1 has something to lose
+    rollout._claims = lambda total: Claims(counter, f"{rollout.calls}", range(rank, total, 2))
     rollout.sample = third_kills
     try:
         got = rollout.generate(prompts(PROMPTS), sampling)
@@ -101,8 +103,8 @@ def sync_while_dying(run_dir: str) -> tuple[str, float]:
     """The engine of rank 1 is killed between two buckets; the next update finds it dead and starts a new one."""
     rollout = rollout_of("replicas", run_dir)
     rollout.sync(*weights("replicas", 0))
-    buckets = rollout.weight_sync.buckets
-    fill = buckets.fill
+    transfer = rollout.weight_sync.transfer
+    fill = transfer.buckets
 
     def faulty(tensors: Any) -> Any:
         for bucket in fill(tensors):
@@ -110,12 +112,12 @@ def sync_while_dying(run_dir: str) -> tuple[str, float]:
                 os.kill(rollout.backend.processes[0].pid, signal.SIGKILL)
             yield bucket
 
-    rollout.weight_sync.buckets.fill = faulty
+    transfer.buckets = faulty
     started = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         rollout.sync(*weights("replicas", 1))
     took = time.monotonic() - started
-    buckets.fill = fill
+    transfer.buckets = fill
     rollout.cfg.rollout.engine_restarts = 1
     rollout.sync(*weights("replicas", 1))
     assert rollout.restarts == 1
@@ -170,7 +172,8 @@ def start_in_the_background(run_dir: str) -> tuple[bool, list[int]]:
 
     close_all()
     rank = torch.distributed.get_rank()
-    rollout = Rollout(configuration("replicas", model("replicas", 1)), Device("cpu", rank, rank, 2, 2), run_dir, [EOS])
+    cfg = configuration("replicas", model("replicas", 1), run_dir)
+    rollout = Rollout(cfg, Device("cpu", rank, rank, 2, 2), [EOS])
     try:
         before = state_of_process()
         rollout.begin_start()
@@ -207,8 +210,8 @@ def main():
 
     device = Device("cpu", 0, 0, 1, 2)  # half of the machine
     for path, arguments in {cases!r}:
-        cfg = t.configuration("one", path, engine_args=arguments)
-        rollout = Rollout(cfg, device, {run_dir!r}, [t.EOS])
+        cfg = t.configuration("one", path, {run_dir!r}, engine_args=arguments)
+        rollout = Rollout(cfg, device, [t.EOS])
         started = time.time()
         try:
             rollout.start()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 
-from rlscale.rollout.sampling import Claims, FixedShare, LocalCounter, sample_seed
+from torch.distributed import HashStore
+
+from rlscale.rollout.sampling import Claims, sample_seed
 from tests import worlds
 
 
@@ -20,8 +22,8 @@ def test_seeds_are_distinct_and_depend_on_the_sample_alone():
 def test_claims_cover_every_position_once_whatever_their_sizes():
     rng = random.Random(0)
     for total in (0, 1, 7, 64):
-        counter = LocalCounter()
-        takers = [Claims(counter, "step", total) for _ in range(3)]
+        counter = HashStore()
+        takers = [Claims(counter, "step", range(total)) for _ in range(3)]
         taken: list[int] = []
         while not all(taker.exhausted for taker in takers):
             taken += rng.choice(takers).take(rng.randint(1, 5))
@@ -31,7 +33,7 @@ def test_claims_cover_every_position_once_whatever_their_sizes():
 
 def test_fixed_shares_cover_every_position_once() -> None:
     for total in (0, 1, 7):
-        shares = [FixedShare(replica, 3, total) for replica in range(3)]
+        shares = [Claims(HashStore(), "step", range(replica, total, 3)) for replica in range(3)]
         taken = [[*share.take(1), *share.take(5)] for share in shares]
         assert sorted(sum(taken, [])) == list(range(total))
         assert max(map(len, taken)) - min(map(len, taken)) <= 1
@@ -39,16 +41,16 @@ def test_fixed_shares_cover_every_position_once() -> None:
 
 
 def test_lists_do_not_share_a_counter():
-    counter = LocalCounter()
-    assert list(Claims(counter, "step 1", 3).take(3)) == [0, 1, 2]
-    assert list(Claims(counter, "step 2", 3).take(2)) == [0, 1]
+    counter = HashStore()
+    assert list(Claims(counter, "step 1", range(3)).take(3)) == [0, 1, 2]
+    assert list(Claims(counter, "step 2", range(3)).take(2)) == [0, 1]
 
 
 def claim_all(total: int) -> list[int]:
     import torch.distributed as dist
 
     store = dist.PrefixStore("test-claims", dist.distributed_c10d._get_default_store())
-    claims = Claims(store, f"list of {total}", total)
+    claims = Claims(store, f"list of {total}", range(total))
     mine: list[int] = []
     lock = threading.Lock()
 

@@ -1,6 +1,6 @@
 """The trainer's end of an update, against workers that only keep what they are given: faults, checks, restarts.
 
-The worker's own code (`ShardWriter`, `ShardTransfer`) runs on a plain module in the trainer's process, so that what
+The worker's own code (`ShardWriter`) runs on a plain module in the trainer's process, so that what
 goes wrong can be arranged; `test_given_weights` does the same with real engines.
 """
 
@@ -27,17 +27,16 @@ class Engine:
         self.die_in: str | None = None
 
     def begin_start(self) -> None:
-        from rlscale.rollout.vllm.worker import ShardTransfer
-
         model = torch.nn.Module()
         for name, shape in SHAPES.items():
             module = torch.nn.Module()
             module.weight = torch.nn.Parameter(torch.zeros(shape))
             model.add_module(name.partition(".")[0], module)
         self.model, self.alive, self.starts = model, True, self.starts + 1
-        self.transfer = ShardTransfer.__new__(ShardTransfer)
-        self.transfer.model, self.transfer.device = model, torch.device("cpu")
-        self.transfer.parallel_config = SimpleNamespace(rank=0)
+        self.worker = SimpleNamespace(
+            model_runner=SimpleNamespace(get_model=lambda: model), parallel_config=SimpleNamespace(rank=0),
+            device=torch.device("cpu"), vllm_config=None,
+        )  # fmt: skip
 
     def finish_start(self) -> None:
         pass
@@ -45,47 +44,34 @@ class Engine:
     def close(self) -> None:
         self.alive = False
 
-    def _live(self, step: str) -> None:
-        if not self.alive or step == self.die_in:
-            self.alive, self.die_in = False, None
-            raise RuntimeError(f"rank {self.device.rank}: the vLLM engine died during {step}")
-
-    def _worker(self, step: str, method: str, *args: Any) -> Any:
+    def _worker(self, method: str, *args: Any) -> Any:
         from rlscale.rollout.vllm.worker import WorkerExtension
 
-        self._live(step)
-        model_runner = SimpleNamespace(get_model=lambda: self.model)
-        worker = SimpleNamespace(model_runner=model_runner, weight_transfer_engine=self.transfer)
-        return getattr(WorkerExtension, method)(worker, *args)
-
-    def targets(self) -> list[Any]:
-        return [self._worker("targets", "rlscale_targets")]
-
-    def connect(self, mailboxes: list[Any]) -> None:
-        from rlscale.rollout.vllm.worker import Mailbox
-
-        self.transfer.init_transfer_engine(Mailbox(workers=mailboxes))
-        assert not self._worker("connect", "rlscale_update_problem")
-
-    def begin_update(self, verify: bool) -> None:
-        self._worker("begin_update", "rlscale_verify", verify)
-        self.transfer.start_weight_update()
-
-    def take(self, bucket: int) -> None:
-        from rlscale.rollout.vllm.worker import Round
-
-        self._live("take")
-        self.transfer.receive_weights(Round(number=bucket))
-
-    def finish_update(self) -> None:
-        self._live("finish_update")
-        self.transfer.finish_weight_update()
-        problem = self._worker("check_workers", "rlscale_update_problem")
+        if not self.alive or method == self.die_in:
+            self.alive, self.die_in = False, None
+            raise RuntimeError(f"rank {self.device.rank}: the vLLM engine died during {method}")
+        result, problem = WorkerExtension.rlscale_call(self.worker, method, *args)
         if problem:
             raise RuntimeError(problem)
+        return result
+
+    def targets(self) -> list[Any]:
+        return [self._worker("targets")]
+
+    def connect(self, mailboxes: list[Any]) -> None:
+        self._worker("connect", mailboxes)
+
+    def begin_update(self, verify: bool) -> None:
+        self._worker("begin_update", verify)
+
+    def take(self, bucket: int) -> None:
+        self._worker("take", bucket)
+
+    def finish_update(self) -> None:
+        self._worker("finish_update")
 
     def checksums(self) -> list[Any]:
-        return [self._worker("checksums", "rlscale_checksums")]
+        return [self._worker("checksums")]
 
     def wake(self) -> None:
         pass
@@ -96,18 +82,18 @@ def rollout_with(**options: Any) -> Iterator[Any]:
     """A rollout over the ranks of the world, one `Engine` each, and the trainer's layout and tensors."""
     from rlscale.cluster.device import Device
     from rlscale.config.schema import Config
+    from rlscale.reshard import plan
     from rlscale.rollout.rollout import Rollout
 
     cfg = Config()
-    cfg.rollout.sync_bucket_mb = 1
     for key, value in options.items():
         setattr(cfg.rollout, key, value)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     device = Device("cpu", rank, rank, world, world)
-    rollout = Rollout(cfg, device, ".", [0], backend=Engine(device))
+    rollout = Rollout(cfg, device, [0], backend=Engine(device))
     rollout.start()
-    plan = rollout.weight_sync.destination.plan
-    rollout.weight_sync.destination.plan = lambda source, *_, **__: plan(source, 1500)  # several buckets
+    update = rollout.weight_sync
+    update.plan = lambda source: plan(source, update.destination, dtype=update.dtypes, bucket_bytes=1000, complete=True)
     yield rollout, *trainers_weights()
     rollout.close()
 
@@ -143,16 +129,16 @@ def checks(how: str) -> list[int]:
         compared, compare = [0], rollout.weight_sync.compare
         counts = []
 
-        def counted(tensors: Any) -> None:
+        def counted(*args: Any) -> None:
             compared[0] += 1
-            compare(tensors)
+            compare(*args)
 
         rollout.weight_sync.compare = counted
         for _ in range(3):
             rollout.sync(layout, mine)
             assert holds_everything(rollout)
             counts.append(compared[0])
-        assert rollout.weight_sync.buckets.plan.rounds > 3
+        assert rollout.weight_sync.transfer.plan.rounds > 3
         return counts
 
 
@@ -165,7 +151,7 @@ def flipped(how: str) -> tuple[str, bool]:
     """A bit of the second bucket of rank 1 is wrong in the second update."""
     with rollout_with(sync_verify=how) as (rollout, layout, mine):
         rollout.sync(layout, mine)
-        fill = rollout.weight_sync.buckets.fill
+        fill = rollout.weight_sync.transfer.buckets
 
         def faulty(tensors: Any) -> Any:
             for bucket in fill(tensors):
@@ -173,7 +159,7 @@ def flipped(how: str) -> tuple[str, bool]:
                     bucket.buffer[-1] ^= 1
                 yield bucket
 
-        rollout.weight_sync.buckets.fill = faulty
+        rollout.weight_sync.transfer.buckets = faulty
         try:
             rollout.sync(layout, mine)
             return "", holds_everything(rollout)
@@ -208,7 +194,7 @@ def dying(during: str, allowed: int) -> tuple[str, int, bool]:
         return message, rollout.restarts, holds_everything(rollout)
 
 
-@pytest.mark.parametrize("during", ["begin_update", "take", "finish_update", "check_workers", "checksums"])
+@pytest.mark.parametrize("during", ["begin_update", "take", "finish_update", "checksums"])
 def test_an_engine_that_dies_is_an_error_on_every_rank_or_is_replaced(during: str) -> None:
     for message, restarts, _ in worlds.run(2, dying, during, 0, timeout=200):
         assert message.startswith("rank 1: the vLLM engine died during") and restarts == 0

@@ -35,21 +35,21 @@ def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
     rollout.sync(source, tensors)
     source, tensors = weights(layout, 1)  # another object with the same content: the plan stays
     rollout.weight_sync.source = None
-    destination = rollout.weight_sync.destination
-    plan = destination.plan
+    update = rollout.weight_sync
+    plan = update.plan
 
-    def faulty(source: Any, bucket_bytes: int, **_: Any) -> Any:
-        rest = destination.layout.only(set(destination.layout.shapes) - {name})
-        return reshard.plan(source, rest, dtype=destination.dtypes, bucket_bytes=bucket_bytes)
+    def faulty(source: Any) -> Any:
+        rest = update.destination.only(set(update.destination.shapes) - {name})
+        return reshard.plan(source, rest, dtype=update.dtypes, bucket_bytes=2**20 * 2 // 3)
 
-    rollout.weight_sync.destination.plan = faulty
+    update.plan = faulty
     try:
         with pytest.raises(RuntimeError) as caught:
             rollout.sync(source, tensors)
         with pytest.raises(RuntimeError, match="no valid weights"):
             rollout.generate(prompts(PROMPTS), Sampling(n=1))
     finally:
-        rollout.weight_sync.destination.plan, rollout.weight_sync.source = plan, None
+        update.plan, update.source = plan, None
     return str(caught.value)
 
 
@@ -67,7 +67,8 @@ def sync_with_a_flipped_bit(layout: str, run_dir: str, verify: str) -> str:
     rollout = rollout_of(layout, run_dir)
     rollout.sync(*weights(layout, 1))
     before, rollout.cfg.rollout.sync_verify = rollout.cfg.rollout.sync_verify, verify
-    fill = rollout.weight_sync.buckets.fill
+    transfer = rollout.weight_sync.transfer
+    fill = transfer.buckets
 
     def faulty(tensors: Any) -> Any:
         for bucket in fill(tensors):
@@ -76,8 +77,8 @@ def sync_with_a_flipped_bit(layout: str, run_dir: str, verify: str) -> str:
                 values.view(torch.uint8).view(-1)[-1] ^= 1
             yield bucket
 
-    rollout.weight_sync.buckets.fill = faulty
-    hit = rollout.weight_sync.buckets.plan.bucket(1, 0)[-1].destination.name
+    transfer.buckets = faulty
+    hit = transfer.plan.bucket(1, 0)[-1].destination.name
     try:
         if verify == "off":
             rollout.sync(*weights(layout, 1))
@@ -87,7 +88,7 @@ def sync_with_a_flipped_bit(layout: str, run_dir: str, verify: str) -> str:
         with pytest.raises(RuntimeError, match="no valid weights"):
             rollout.generate(prompts(PROMPTS), Sampling(n=1))
     finally:
-        rollout.weight_sync.buckets.fill, rollout.cfg.rollout.sync_verify = fill, before
+        transfer.buckets, rollout.cfg.rollout.sync_verify = fill, before
     assert str(caught.value).endswith(f"1 tensor(s) differ: {hit}"), hit
     return str(caught.value)
 

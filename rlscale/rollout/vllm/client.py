@@ -13,12 +13,13 @@ import logging
 import multiprocessing
 import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from rlscale.cluster.device import Device, launched_as
 from rlscale.config.schema import Config
@@ -43,8 +44,9 @@ EXIT_TIMEOUT_S = 1.0  # for an engine to end by itself; nothing in it is worth w
 class VllmBackend:
     """One engine of ``tensor_model_parallel_size`` workers; lives on the first rank of its rollout group."""
 
-    def __init__(self, cfg: Config, device: Device, log: Path):
-        self.cfg, self.device, self.log = cfg, device, log
+    def __init__(self, cfg: Config, device: Device):
+        self.cfg, self.device = cfg, device
+        self.log = Path(cfg.trainer.run_dir) / "engines" / f"rank_{device.rank}.log"  # what the engine prints
         self.loop = asyncio.new_event_loop()
         self.engine: Any = None
         self.before: set[Any] = set()  # children of this process that are not the engine's
@@ -53,8 +55,7 @@ class VllmBackend:
         self.start_error: BaseException | None = None
         self.processes: list[Any] = []
         self.shared: set[Path] = set()  # what the engine's processes share in /dev/shm
-        self.stalled = False  # it did not answer in time
-        self.asleep = False
+        self.stalled = self.asleep = False  # it did not answer in time; its memory has been given back
 
     def begin_start(self) -> None:
         """On CPU, start the engine's processes; a thread waits for them. They inherit variables and standard output
@@ -75,7 +76,7 @@ class VllmBackend:
         if self.device.kind == "cpu":
             self.starting = threading.Event()
             with self._inherited():
-                threading.Thread(target=self._start, args=(self.starting,), name="engine start", daemon=True).start()
+                threading.Thread(target=self._start, name="engine start", daemon=True).start()
                 try:
                     while not self.starting.is_set() and not self._started():
                         time.sleep(SPAWN_POLL_S)
@@ -90,7 +91,8 @@ class VllmBackend:
             RuntimeError: the engine does not start, with the last reason that it gave; nothing of it is left running.
         """
         if self.starting is None:
-            self._start()
+            with self._inherited():
+                self._start()
         else:
             self.starting.wait()
             self.starting = None
@@ -104,7 +106,7 @@ class VllmBackend:
             "rollout, rollout.engine_args among them)"
         ) from error.__cause__
 
-    def _start(self, ended: threading.Event | None = None) -> None:
+    def _start(self) -> None:
         """Start to end; what goes wrong is kept in ``start_error``, as its reason."""
         limit = self.cfg.rollout.start_timeout_s
         watchdog = threading.Timer(limit, self._kill)
@@ -115,7 +117,8 @@ class VllmBackend:
             self.loop.run_until_complete(self._create())
             self.processes = self._started()
             self.loop.run_until_complete(self._unless_dead(self._warm_up()))
-            self.shared = set().union(*map(shared_files, self._family())) - shared_files(os.getpid())
+            mapped = set().union(*(shared_files(member.pid) for member in self._family()))
+            self.shared = mapped - shared_files(os.getpid())
         except Exception as error:
             late = time.monotonic() - started >= limit
             reason = f"not ready after rollout.start_timeout_s = {limit:g} s" if late else self._reason(error)
@@ -125,8 +128,8 @@ class VllmBackend:
             self.start_error = error
         finally:
             watchdog.cancel()
-            if ended is not None:
-                ended.set()
+            if self.starting is not None:
+                self.starting.set()
 
     @contextlib.contextmanager
     def _inherited(self) -> Iterator[None]:
@@ -135,37 +138,23 @@ class VllmBackend:
         logging.getLogger("vllm").setLevel(logging.CRITICAL)  # here errors are raised; the engine writes its own log
 
     async def _create(self) -> None:
-        with contextlib.nullcontext() if self.starting else self._inherited():
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-
-            config = AsyncEngineArgs(**engine_arguments(self.cfg, self.device)).create_engine_config()
-            config.lifeline = Lifeline(os.getpid(), pinned_cores(self.cfg, self.device))
-            with self._forking(config.lifeline):
-                self.engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-
-    @contextlib.contextmanager
-    def _forking(self, lifeline: Lifeline) -> Iterator[None]:
-        """The engine's process is forked, where it can be: see `begin_start`."""
         import torch.distributed as dist
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-        if self.device.kind != "cpu" or self.cfg.rollout.tensor_model_parallel_size > 1 or dist.is_initialized():
-            yield
-            return
-        for module in ENGINE_MODULES:  # once here, not again in the engine
-            importlib.import_module(module)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM has just set it to spawn
-        with lifeline.forks():
-            yield
+        config = AsyncEngineArgs(**engine_arguments(self.cfg, self.device)).create_engine_config()
+        lifeline = config.lifeline = Lifeline(os.getpid(), pinned_cores(self.cfg, self.device))
+        one = self.device.kind == "cpu" and self.cfg.rollout.tensor_model_parallel_size == 1
+        if forked := one and not dist.is_initialized():
+            for module in ENGINE_MODULES:  # once here, not again in the engine
+                importlib.import_module(module)
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM has just set it to spawn
+        with lifeline.forks() if forked else contextlib.nullcontext():
+            self.engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
     async def _warm_up(self) -> None:
         """What fails only when tokens are generated (an unsupported head size) shall fail now."""
-        from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
-
-        params = SamplingParams(temperature=1.0, max_tokens=2, logprobs=0, seed=0, detokenize=False, ignore_eos=True)
-        async for _ in self.engine.generate(tokens_input([0, 0, 0]), params, request_id="warm-up"):
-            pass
+        await self.generate("warm-up", [0, 0, 0], Sampling(n=1, max_tokens=2))
         await self.engine.reset_prefix_cache()
         await self.engine.collective_rpc("rlscale_unlink_shared_memory")
 
@@ -186,7 +175,7 @@ class VllmBackend:
             raise RuntimeError(f"{rank}: {what} took more than {timeout:g} s") from error
         except Exception as error:
             work.close()
-            if self.engine is None or self.engine.errored or not self._alive():
+            if not self.alive:
                 reason = f"{self._reason(error)} (log: {self.log})"
                 raise RuntimeError(f"{rank}: the vLLM engine died during {what}: {reason}") from error
             raise RuntimeError(f"{rank}: {what} failed: {type(error).__name__}: {error}") from error
@@ -228,28 +217,21 @@ class VllmBackend:
         await self.engine.resume_generation()
 
     def targets(self) -> list[list[dict[str, Any]]]:
-        return self._rpc("rlscale_targets")
+        return self._workers("targets")
 
     def connect(self, mailboxes: list[dict[str, Any]]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        self._call("init_weight_transfer_engine", WeightTransferInitRequest(init_info={"workers": mailboxes}))
-        self._check_workers()
+        self._workers("connect", mailboxes)
 
     def begin_update(self, verify: bool) -> None:
         if self.asleep:
             self._call("wake_up", ["weights"])
-        self._rpc("rlscale_verify", verify)
-        self._call("start_weight_update")
+        self._workers("begin_update", verify)
 
     def take(self, bucket: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        self._call("update_weights", WeightTransferUpdateRequest(update_info={"number": bucket}))
+        self._workers("take", bucket)
 
     def finish_update(self) -> None:
-        self._call("finish_weight_update")
-        self._check_workers()
+        self._workers("finish_update")
         if self.asleep:
             self._call("wake_up", ["kv_cache"])
         if not self._call("reset_prefix_cache"):
@@ -257,7 +239,7 @@ class VllmBackend:
         self.asleep = False
 
     def checksums(self) -> list[dict[str, int]]:
-        return self._rpc("rlscale_checksums")
+        return self._workers("checksums")
 
     def sleep(self) -> None:
         self._call("sleep", 2)
@@ -268,22 +250,23 @@ class VllmBackend:
             self._call("wake_up")
             self.asleep = False
 
-    def _check_workers(self) -> None:
-        problems = [f"worker {k}: {p}" for k, p in enumerate(self._rpc("rlscale_update_problem")) if p]
+    def _call(self, method: str, *args: Any, what: str = "") -> Any:
+        return self.run(getattr(self.engine, method)(*args), RPC_TIMEOUT_S, what or method.replace("_", " "))
+
+    def _workers(self, method: str, *args: Any) -> list[Any]:
+        """What a method of `rlscale.rollout.vllm.worker.ShardWriter` returns on every worker."""
+        what = f"{method.replace('_', ' ')} of the engine's workers"
+        answers = self._call("collective_rpc", "rlscale_call", None, (method, *args), what=what)
+        problems = [f"worker {k}: {problem}" for k, (_, problem) in enumerate(answers) if problem]
         if problems:
             raise RuntimeError(f"rank {self.device.rank}: {'; '.join(problems)}")
-
-    def _call(self, method: str, *args: Any) -> Any:
-        return self.run(getattr(self.engine, method)(*args), RPC_TIMEOUT_S, method.replace("_", " "))
-
-    def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `rlscale.rollout.vllm.worker.WorkerExtension` on every worker."""
-        return self._call("collective_rpc", method, None, args)
+        return [result for result, _ in answers]
 
     @property
     def alive(self) -> bool:
         """Whether the engine can be called."""
-        return self._alive() and not self.engine.errored and not self.stalled
+        called = self.engine is not None and not self.engine.errored and not self.stalled
+        return called and all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
         """End the engine's processes; kill those that do not end by themselves. May be called again."""
@@ -308,14 +291,11 @@ class VllmBackend:
             path.unlink(missing_ok=True)
         self.processes, self.shared = [], set()
 
-    def _alive(self) -> bool:
-        return self.engine is not None and all(process.is_alive() for process in self.processes)
-
     def _check_alive(self) -> None:
-        if not self._alive():
+        if not self.alive:
             raise ProcessLookupError("EngineCore: a process of the engine has ended")
 
-    def _family(self) -> list[int]:
+    def _family(self) -> list[psutil.Process]:
         return [member for process in self.processes for member in family(process.pid)]
 
     def _started(self) -> list[Any]:
@@ -325,25 +305,17 @@ class VllmBackend:
 
     def _kill(self) -> None:
         for process in self._started():
-            for pid in family(process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for member in family(process.pid):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
 
     def _reason(self, error: BaseException) -> str:
         """The last error in the engine's log; the exception itself where that says more than that an engine failed."""
-        text = f"{type(error).__name__}: {error}".strip()
-        if not re.search("Engine core initialization failed|EngineDeadError|EngineCore", text):
-            return " ".join(text.split())
-        with contextlib.suppress(OSError):
-            found = last_error(self.log.read_text(errors="replace"))
-            if found:
-                return found
-        return " ".join(text.split())
-
-
-def log_of(run_dir: str | Path, device: Device) -> Path:
-    """What this leader's engine prints."""
-    return Path(run_dir) / "engines" / f"rank_{device.rank}.log"
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        if re.search("Engine core initialization failed|EngineDeadError|EngineCore", text):
+            with contextlib.suppress(OSError):
+                return last_error(self.log.read_text(errors="replace")) or text
+        return text
 
 
 def start_early(cfg: Config, kind: str) -> VllmBackend | None:
@@ -351,6 +323,6 @@ def start_early(cfg: Config, kind: str) -> VllmBackend | None:
     device = launched_as(kind)
     if kind != "cpu" or device.rank % cfg.rollout.tensor_model_parallel_size:
         return None
-    backend = VllmBackend(cfg, device, log_of(cfg.trainer.run_dir, device))
+    backend = VllmBackend(cfg, device)
     backend.begin_start()
     return backend

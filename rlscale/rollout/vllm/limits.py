@@ -29,19 +29,14 @@ def violations(cfg: Config, spec: ModelSpec, device_kind: str) -> list[str]:
             f"model.path: hidden_size {spec.hidden} is no multiple of 32, which vLLM's kernel for experts on a CPU "
             "needs"
         )
-    return out + _cache_too_small(cfg, spec)
-
-
-def _cache_too_small(cfg: Config, spec: ModelSpec) -> list[str]:
-    """On a CPU, where the size of the key-value cache is configured, one response must fit in."""
     width = 4 if (cfg.rollout.dtype or cfg.model.dtype) == "float32" else 2
-    token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * width / cfg.rollout.tensor_model_parallel_size
+    token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * width / tp
     tokens = cfg.data.max_prompt_length + cfg.data.max_response_length
     need = (-(-tokens // CPU_BLOCK_SIZE) + 1) * CPU_BLOCK_SIZE * token / 2**30
-    if cfg.rollout.kv_cache_memory_gb >= need:
-        return []
-    return [
-        f"rollout.kv_cache_memory_gb: {cfg.rollout.kv_cache_memory_gb:g} GiB do not hold one response of "
-        f"data.max_prompt_length + data.max_response_length tokens, which needs {need:.4f}; all rollout.max_num_seqs "
-        f"need {need * cfg.rollout.max_num_seqs:.2f}"
-    ]
+    if cfg.rollout.kv_cache_memory_gb < need:  # configured on a CPU: one response must fit in
+        out.append(
+            f"rollout.kv_cache_memory_gb: {cfg.rollout.kv_cache_memory_gb:g} GiB do not hold one response of "
+            f"data.max_prompt_length + data.max_response_length tokens, which needs {need:.4f}; all "
+            f"rollout.max_num_seqs need {need * cfg.rollout.max_num_seqs:.2f}"
+        )
+    return out

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 def last_error(log: str) -> str | None:
     """The last exception in a log that is not merely somebody's giving up because of another process's."""
@@ -40,13 +42,11 @@ def redirected(log: Path) -> Iterator[None]:
         os.close(target)
 
 
-def family(pid: int | None) -> list[int]:
+def family(pid: int) -> list[psutil.Process]:
     """A process and all its descendants."""
-    import psutil
-
     try:
         process = psutil.Process(pid)
-        return [process.pid, *(child.pid for child in process.children(recursive=True))]
+        return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
 
@@ -68,17 +68,11 @@ def shared_files(pid: int) -> set[Path]:
     return out
 
 
-def end(processes: list[Any], members: list[int]) -> None:
+def end(processes: list[Any], members: list[psutil.Process]) -> None:
     """Wait for processes that are ending; kill what is still there."""
-    import psutil
-
     for process in processes:
         process.join(timeout=1.0)
-    known = []
-    for pid in members:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            known.append(psutil.Process(pid))
-    _, alive = psutil.wait_procs(known, timeout=2.0)
+    _, alive = psutil.wait_procs(members, timeout=2.0)
     for member in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()

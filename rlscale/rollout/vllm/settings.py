@@ -39,7 +39,6 @@ def engine_arguments(cfg: Config, device: Device) -> dict[str, Any]:
         "enable_prefix_caching": r.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, as the trainer's are
         "generation_config": "vllm",  # no sampling defaults from the model's folder
-        "weight_transfer_config": {"backend": "rlscale"},
         "worker_extension_cls": "rlscale.rollout.vllm.worker.WorkerExtension",
         "distributed_executor_backend": "uni" if r.tensor_model_parallel_size == 1 else "mp",
     }
