@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlscale.algo.dynamic_sampling import groups_with_contrast
-from rlscale.algo.registry import Registry
+from rlscale.algo.registry import ADVANTAGES
 from rlscale.algo.segments import (
     any_valid,
     check_shapes,
@@ -35,16 +35,6 @@ from rlscale.algo.segments import (
     whiten,
 )
 
-ADVANTAGES = Registry(
-    "advantage estimator",
-    key="algorithm.adv_estimator",
-    args_key="algorithm.adv_args",
-    common={
-        "gamma": "algorithm.gamma",
-        "lam": "algorithm.lam",
-        "norm_by_std": "algorithm.norm_adv_by_std_in_grpo",
-    },
-)
 _ABOVE_0 = {"eps": {"above": 0}}
 
 

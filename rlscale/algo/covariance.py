@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rlscale.algo.registry import POLICY_LOSSES
 from rlscale.algo.segments import spread
-from rlscale.algo.tokens import POLICY_LOSSES, LossAndFlags, Tokens, surrogates
+from rlscale.algo.tokens import LossAndFlags, Tokens, surrogates
 
 _PAPER = "Cui et al. 2025, arXiv:2505.22617"
 

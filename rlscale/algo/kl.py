@@ -23,9 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlscale.algo.registry import Registry
+from rlscale.algo.registry import KL
 
-KL = Registry("KL estimator", suffix="+")
 _SCHULMAN = "Schulman 2020, Approximating KL divergence"
 _LOWEST_LOGPROB = -1.0e4
 _TANGENT_FROM = 30.0  # exp(30) = 1e13: its square still fits into float32 sums of gradients

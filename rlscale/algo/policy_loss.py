@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from rlscale.algo import covariance as covariance  # registers its losses
+from rlscale.algo.registry import POLICY_LOSSES
 from rlscale.algo.segments import check_shapes
-from rlscale.algo.tokens import LIMIT, POLICY_LOSSES, LossAndFlags, Tokens, clip, surrogates
+from rlscale.algo.tokens import LIMIT, LossAndFlags, Tokens, clip, surrogates
 
 _DPPO = "Qi et al. 2026, arXiv:2602.04879"
 _DPPO_BOUNDS = {"div_low": {"min": 0}, "div_high": {"min": 0}, "ratio_cap": {"above": 0}}
@@ -66,7 +67,7 @@ def policy_loss(
     x = _tokens(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, {"is_weights": is_weights})
     common = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c, "statistic": statistic}
     is_w = None if is_weights is None else x.clean(is_weights.detach())
-    by_sequence = "is_weights" in POLICY_LOSSES.accepts(name)  # the loss itself decides how they enter
+    by_sequence = "is_weights" in POLICY_LOSSES.find(name).accepts()  # the loss itself decides how they enter
     kwargs = POLICY_LOSSES.arguments(name, {**common, "is_weights": is_w}, args)
     out = POLICY_LOSSES.find(name).function(x, **kwargs)
     if not isinstance(out, tuple) or len(out) != 2 or getattr(out[0], "shape", None) != logprobs.shape:
@@ -137,7 +138,8 @@ def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 @POLICY_LOSSES.register(
-    "ppo", "vanilla",
+    "ppo",
+    "vanilla",
     zero_at_zero_advantage=True,
     paper="Schulman et al. 2017, arXiv:1707.06347; Yu et al. 2025, arXiv:2503.14476",
 )
@@ -158,7 +160,8 @@ def ppo(x: Tokens, *, clip_low: float, clip_high: float, clip_c: float | None = 
 
 
 @POLICY_LOSSES.register(
-    "reinforce", "gpg",
+    "reinforce",
+    "gpg",
     zero_at_zero_advantage=True,
     paper="Williams 1992, Machine Learning 8; Chu et al. 2025, arXiv:2504.02546",
 )

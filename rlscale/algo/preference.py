@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlscale.algo.registry import Registry
+from rlscale.algo.registry import DPO_LOSSES
 from rlscale.algo.segments import check_shapes, segment_sum
-
-DPO_LOSSES = Registry("DPO loss")
 
 
 def pair_weights(pairs: int, *, num_pairs: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:

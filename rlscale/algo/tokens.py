@@ -11,21 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlscale.algo.registry import Registry
 from rlscale.algo.segments import segment_sum, spread
 
-POLICY_LOSSES = Registry(
-    "policy loss",
-    key="actor.policy_loss",
-    args_key="actor.policy_loss_args",
-    common={
-        "clip_low": "actor.clip_ratio_low",
-        "clip_high": "actor.clip_ratio_high",
-        "clip_c": "actor.clip_ratio_c",
-        "is_weights": "the run",
-        "statistic": "the run",
-    },
-)
 LIMIT = 20.0  # of a log-ratio where it is exponentiated
 
 
