@@ -6,9 +6,8 @@ in ``L_t`` only. Tokens whose mask is 0 are selected away before any arithmetic,
 limited to +-20 where it is exponentiated.
 
 Metrics are sums over policy tokens and carry their denominator, ``tokens``: add them up over micro-batches and ranks,
-then `finish_metrics` divides. Four losses look beyond a token: gspo and geo_mean need whole sequences in a
-micro-batch (they always are); kl_cov and clip_cov (`rlscale.algo.covariance`) choose tokens by a statistic of the
-whole mini-batch, which `prepare` turns into a few numbers that are handed to every micro-batch.
+then `finish_metrics` divides. Four losses look beyond a token: gspo and geo_mean read the whole sequences of a
+micro-batch, kl_cov and clip_cov (`rlscale.algo.covariance`) a statistic of the whole mini-batch (`prepare`).
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from rlscale.algo import covariance as covariance  # registers its losses
 from rlscale.algo.registry import POLICY_LOSSES
 from rlscale.algo.segments import check_shapes
 from rlscale.algo.tokens import LIMIT, LossAndFlags, Tokens, clip, surrogates
+from rlscale.config.algorithms import Algorithm
 
 _DPPO = "Qi et al. 2026, arXiv:2602.04879"
 _DPPO_BOUNDS = {"div_low": {"min": 0}, "div_high": {"min": 0}, "ratio_cap": {"above": 0}}
@@ -54,7 +54,8 @@ def policy_loss(
         ``[t]``; cu_seqlens: ``[b+1]``. clip_low, clip_high: ratio kept within ``[1 - clip_low, 1 + clip_high]``;
         clip_c: dual clip.
         is_weights: ``[t]`` importance weights of the sampling policy (`rlscale.algo.correction`), no gradient.
-        statistic: what `prepare` returned for the mini-batch. args: further arguments of this loss.
+        statistic: what `prepare` returned for the mini-batch; without it, the tokens given are the whole mini-batch.
+        args: further arguments of this loss.
 
     Returns:
         The scalar loss, and sums over tokens: ``ppo_kl`` (k1, old || new), ``ppo_k3``, ``ratio``, ``ratio_sq`` and
@@ -65,11 +66,14 @@ def policy_loss(
             something else.
     """
     x = _tokens(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, {"is_weights": is_weights})
-    common = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c, "statistic": statistic}
+    clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}
     is_w = None if is_weights is None else x.clean(is_weights.detach())
-    by_sequence = "is_weights" in POLICY_LOSSES.find(name).accepts()  # the loss itself decides how they enter
-    kwargs = POLICY_LOSSES.arguments(name, {**common, "is_weights": is_w}, args)
-    out = POLICY_LOSSES.find(name).function(x, **kwargs)
+    algorithm = POLICY_LOSSES.find(name)
+    if algorithm.prepare is not None and not statistic:
+        statistic = _statistic(algorithm, x, {**clips, **args})
+    by_sequence = "is_weights" in algorithm.accepts()  # the loss itself decides how they enter
+    kwargs = POLICY_LOSSES.arguments(name, {**clips, "is_weights": is_w, "statistic": statistic}, args)
+    out = algorithm.function(x, **kwargs)
     if not isinstance(out, tuple) or len(out) != 2 or getattr(out[0], "shape", None) != logprobs.shape:
         raise ValueError(f"policy loss {name} must return a tensor [t], the loss of each token, and a dict of metrics")
     per_token, flags = out
@@ -123,9 +127,15 @@ def prepare(
     if algorithm.prepare is None:
         return {}
     x = _tokens(logprobs.detach(), old_logprobs, advantages, mask, cu_seqlens)
-    given = {"clip_low": clip_low, "clip_high": clip_high, **args}
-    accepted = inspect.signature(algorithm.prepare).parameters
-    return dict(algorithm.prepare(x, **{k: v for k, v in given.items() if k in accepted}))
+    return _statistic(algorithm, x, {"clip_low": clip_low, "clip_high": clip_high, **args})
+
+
+def _statistic(algorithm: Algorithm, x: Tokens, given: Mapping[str, Any]) -> dict[str, float]:
+    """What ``prepare`` finds in a mini-batch. It gets the arguments of the loss that it declares, or their defaults."""
+    assert algorithm.prepare is not None
+    values = {name: argument.default for name, argument in algorithm.arguments.items()} | dict(given)
+    declared = inspect.signature(algorithm.prepare).parameters
+    return dict(algorithm.prepare(x, **{k: v for k, v in values.items() if k in declared}))
 
 
 def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
@@ -244,10 +254,7 @@ def dppo_tv(x: Tokens, *, div_low: float = 0.2, div_high: float = 0.2, ratio_cap
 
 
 @POLICY_LOSSES.register(
-    "dppo_kl",
-    zero_at_zero_advantage=True,
-    paper=_DPPO,
-    bounds=_DPPO_BOUNDS | {"eps": {"above": 0}},
+    "dppo_kl", zero_at_zero_advantage=True, paper=_DPPO, bounds=_DPPO_BOUNDS | {"eps": {"above": 0}}
 )
 def dppo_kl(
     x: Tokens, *, div_low: float = 0.05, div_high: float = 0.05, ratio_cap: float = 20.0, eps: float = 1e-8

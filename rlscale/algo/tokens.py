@@ -37,12 +37,12 @@ class Tokens:
 
     def clean(self, x: Tensor) -> Tensor:
         """``x`` in the dtype of the log-probs, 0 at tokens that do not count. ``[t]`` -> ``[t]``."""
-        return torch.where(self.valid, x.to(self.logp.dtype), self.logp.new_zeros(()))
+        return torch.where(self.valid, x.to(self.logp.dtype), 0.0)
 
     def row_mean(self, x: Tensor) -> Tensor:
         """Mean over the policy tokens of its sequence, at each token. ``[t]`` -> ``[t]``."""
         n = segment_sum(self.valid.to(x.dtype), self.cu).clamp(min=1.0)
-        return spread(segment_sum(torch.where(self.valid, x, x.new_zeros(())), self.cu) / n, self.cu)
+        return spread(segment_sum(torch.where(self.valid, x, 0.0), self.cu) / n, self.cu)
 
 
 LossAndFlags = tuple[Tensor, dict[str, Tensor]]  # L [t], per-token metrics [t]
