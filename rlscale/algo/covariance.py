@@ -1,8 +1,8 @@
 """Policy losses that choose tokens by the covariance of advantage and log-prob (Cui et al. 2025, arXiv:2505.22617).
 
-Which tokens are chosen depends on the whole mini-batch under the policy as it is before the update: a function here
-turns it into a few numbers, the statistic, that every micro-batch gets. Ties and draws are decided by a number that
-depends on the token alone, so that they are the same in any split.
+Which tokens are chosen depends on the whole mini-batch under the policy as it is before the update: every micro-batch
+gets a few numbers of it, the statistic. Ties and draws are decided by a number that depends on the token alone, so that
+they are the same in any split.
 """
 
 from __future__ import annotations
@@ -35,20 +35,16 @@ def _lottery(x: Tokens, seed: int) -> Tensor:
     micro-batch. ``[t]`` float64.
     """
     position = torch.arange(x.old.numel(), device=x.old.device) - spread(x.cu[:-1], x.cu)
-    h = (
-        x.old.double().view(torch.int64)
-        ^ ((position + 1) * -7046029254386353131)
-        ^ (seed * 0x2545F4914F6CDD1D & 0x7FFFFFFFFFFFFFFF)
-    )
+    h = x.old.double().view(torch.int64) ^ ((position + 1) * -7046029254386353131)
+    h = h ^ (seed * 0x2545F4914F6CDD1D & 0x7FFFFFFFFFFFFFFF)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         h = (h ^ ((h >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return ((h >> 11) & ((1 << 53) - 1)).double() / (1 << 53)
 
 
 def _largest(x: Tokens, *, kl_cov_ratio: float) -> dict[str, float]:
-    """Means and the covariance from which on a token is chosen: the ``max(1, floor(N ratio))`` largest are.
-
-    Of tokens that tie at the threshold, those with the lowest lottery numbers, up to ``tie``, are chosen.
+    """Means and the covariance from which on a token is chosen: the ``max(1, floor(N ratio))`` largest are; of those
+    that tie at the threshold, the ones with the lowest lottery numbers, up to ``tie``.
     """
     means = _means(x)
     cov, numbers = _covariance(x, means)[x.valid], _lottery(x, 0)[x.valid]

@@ -98,7 +98,7 @@ def kl_loss(
 
 
 def _towards(target: float, coef: float, current_kl: float, n_steps: int, horizon: float) -> float:
-    """One step of the proportional controller."""
+    """``coef (1 + clip(kl / target - 1, -0.2, 0.2) n_steps / horizon)``."""
     error = min(max(current_kl / target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * n_steps / horizon)
 
@@ -122,10 +122,7 @@ class FixedKL:
 
 @dataclass
 class AdaptiveKL(FixedKL):
-    """Proportional controller towards a target KL (Ziegler et al. 2019, section 2.2).
-
-    ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon``; ``horizon`` in sequences.
-    """
+    """Proportional controller towards a target KL (Ziegler et al. 2019, section 2.2); ``horizon`` in sequences."""
 
     target: float
     horizon: float

@@ -2,8 +2,7 @@
 
 With ``d = log pi - log pi_old``, ``r = exp(d)``, advantage ``A`` and loss weight ``w`` of a token (idea 2 of the
 design: the aggregation mode is in the weights, `rlscale.batch.weights`), every loss is ``sum_t w_t L_t`` and differs
-in ``L_t`` only. Tokens whose mask is 0 are selected away before any arithmetic, NaN and Inf included. ``d`` is
-limited to +-20 where it is exponentiated.
+in ``L_t`` only. Tokens whose mask is 0 are selected away before any arithmetic, NaN and Inf included.
 
 Metrics are sums over policy tokens and carry their denominator, ``tokens``: add them up over micro-batches and ranks,
 then `finish_metrics` divides. Four losses look beyond a token: gspo and geo_mean read the whole sequences of a
@@ -50,10 +49,9 @@ def policy_loss(
     """The named loss of one micro-batch of whole sequences.
 
     Args:
-        logprobs: ``[t]`` of the policy in training (gradient); old_logprobs, advantages, mask, weights, ref_logprobs:
-        ``[t]``; cu_seqlens: ``[b+1]``. clip_low, clip_high: ratio kept within ``[1 - clip_low, 1 + clip_high]``;
-        clip_c: dual clip.
-        is_weights: ``[t]`` importance weights of the sampling policy (`rlscale.algo.correction`), no gradient.
+        logprobs: ``[t]`` of the policy in training (gradient); cu_seqlens: ``[b+1]``; other tensors: ``[t]``.
+        clip_low, clip_high: ratio kept within ``[1 - clip_low, 1 + clip_high]``; clip_c: dual clip.
+        is_weights: importance weights of the sampling policy (`rlscale.algo.correction`), no gradient.
         statistic: what `prepare` returned for the mini-batch; without it, the tokens given are the whole mini-batch.
         args: further arguments of this loss.
 
@@ -65,7 +63,8 @@ def policy_loss(
         ValueError: unknown loss or argument (with the lists), shapes that disagree, or a loss from a path that returns
             something else.
     """
-    x = _tokens(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, {"is_weights": is_weights})
+    check_shapes(cu_seqlens, per_token={"weights": weights, "is_weights": is_weights})
+    x = _tokens(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs)
     clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}
     is_w = None if is_weights is None else x.clean(is_weights.detach())
     algorithm = POLICY_LOSSES.find(name)
@@ -87,21 +86,13 @@ def policy_loss(
     return loss, {**metrics, "tokens": x.valid.sum()}
 
 
-def _tokens(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    ref_logprobs: Tensor | None = None,
-    others: dict[str, Tensor | None] | None = None,
-) -> Tokens:
-    """What a loss reads, with 0 at tokens that do not count, once the shapes are checked (``others``, too)."""
-    named = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "mask": mask}
-    check_shapes(cu_seqlens, per_token={**named, "ref_logprobs": ref_logprobs, **(others or {})})
-    x = Tokens(logprobs, old_logprobs.detach(), advantages.detach(), mask > 0, cu_seqlens)
-    x.logp, x.old, x.adv = x.clean(x.logp), x.clean(x.old), x.clean(x.adv)
-    x.ref = None if ref_logprobs is None else x.clean(ref_logprobs.detach())
+def _tokens(logprobs: Tensor, old: Tensor, adv: Tensor, mask: Tensor, cu: Tensor, ref: Tensor | None = None) -> Tokens:
+    """What a loss reads, with 0 at tokens that do not count, once the shapes are checked."""
+    named = {"logprobs": logprobs, "old_logprobs": old, "advantages": adv, "mask": mask, "ref_logprobs": ref}
+    check_shapes(cu, per_token=named)
+    x = Tokens(logprobs, old, adv, mask > 0, cu)
+    x.logp, x.old, x.adv = x.clean(logprobs), x.clean(old.detach()), x.clean(adv.detach())
+    x.ref = None if ref is None else x.clean(ref.detach())
     return x
 
 
@@ -117,9 +108,8 @@ def prepare(
     clip_high: float = 0.2,
     **args: Any,
 ) -> dict[str, float]:
-    """Numbers of the whole mini-batch that the named loss needs in each micro-batch; empty for most losses.
+    """Numbers of the whole mini-batch that the named loss needs in each micro-batch, as ``statistic``; empty for most.
 
-    Call it once a mini-batch with all its tokens, and hand the result to every `policy_loss` of it as ``statistic``.
     ``logprobs``: of the policy as it is before this update, without gradient: the old ones before the first update
     with a rollout batch, computed anew before any other. All ``[T]``.
     """

@@ -10,11 +10,7 @@ ADVANTAGES = Registry(
     "advantage estimator",
     key="algorithm.adv_estimator",
     args_key="algorithm.adv_args",
-    common={
-        "gamma": "algorithm.gamma",
-        "lam": "algorithm.lam",
-        "norm_by_std": "algorithm.norm_adv_by_std_in_grpo",
-    },
+    common={"gamma": "algorithm.gamma", "lam": "algorithm.lam", "norm_by_std": "algorithm.norm_adv_by_std_in_grpo"},
 )
 POLICY_LOSSES = Registry(
     "policy loss",

@@ -117,5 +117,6 @@ def cosine_length_reward(
     maximum on. ``lengths``: ``[B]`` tokens; ``correct``: ``[B]`` bool -> ``[B]``.
     """
     wave = 0.5 * (1.0 + torch.cos(torch.pi * (lengths.float() / max_response_length)))
-    value = torch.where(correct, *(at_max + (at_0 - at_max) * wave for at_0, at_max in (right, wrong)))
+    if_right, if_wrong = (at_max + (at_0 - at_max) * wave for at_0, at_max in (right, wrong))
+    value = torch.where(correct, if_right, if_wrong)
     return torch.where(lengths >= max_response_length, torch.full_like(value, exceed), value)

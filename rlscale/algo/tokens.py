@@ -1,4 +1,4 @@
-"""What a policy loss reads and how it registers: `rlscale.algo.policy_loss` calls it, on one micro-batch of sequences.
+"""What a policy loss reads: one micro-batch of sequences.
 
 A loss is a function of `Tokens` and keyword arguments that returns the loss of each token ``[t]``, without its weight,
 and per-token metrics.

@@ -12,17 +12,31 @@ from typing import Protocol
 from rlscale.config.schema import ParallelConfig, Violation
 
 
-class Shapes(Protocol):
+class ModelSizes(Protocol):
     """What is asked about a model (`rlscale.model.arch.ModelSpec` answers)."""
 
     @property
     def tied(self) -> bool: ...
 
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
     def violations(self, key: str, tp: int, pp: int, sp: int = 1, ep: int = 1) -> list[str]: ...
 
 
 def refusals(
-    role: str, layout: ParallelConfig, world: int | None = None, spec: Shapes | None = None, *, own_head: bool = False
+    role: str,
+    layout: ParallelConfig,
+    world: int | None = None,
+    spec: ModelSizes | None = None,
+    *,
+    own_head: bool = False,
 ) -> list[Violation]:
     """Everything that speaks against a layout; empty if it is supported.
 

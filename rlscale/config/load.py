@@ -4,8 +4,8 @@ A file holds the keys of `rlscale.config.schema` and, optionally, ``base: other.
 hold differences only. Mappings are merged key by key, anything else is replaced. An override is ``section.key=value``
 with the value in YAML; list elements are reached by number (``data.train.0.size=64``).
 
-Scalars are those of `rlscale.config.yaml12`. Types are exact: a bool is no int, a float with an integral value is no
-int; a float field takes ints and numeric strings.
+Types are exact: a bool is no int, a float with an integral value is no int; a float field takes ints and numeric
+strings.
 """
 
 from __future__ import annotations
@@ -54,10 +54,6 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
 def read(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tuple[Config, list[Violation]]:
     """The configuration, and what is wrong with it key by key: unknown keys, wrong types, values out of bounds. A value
     that could not be read is replaced by its default.
-
-    Args:
-        path: YAML file.
-        overrides: ``section.key=value`` each.
 
     Raises:
         ConfigError: a file cannot be read; whatever else could be said follows from its absence.
@@ -250,13 +246,12 @@ class _Reader:
 
     def bounds(self, f: Field[Any], value: Any, path: str) -> None:
         """Note a value outside the field's choices or bounds."""
-        meta = f.metadata
-        if "choices" in meta and value not in meta["choices"]:
-            near = difflib.get_close_matches(str(value), [str(c) for c in meta["choices"]], 1)
-            listed = ", ".join("null" if c is None else str(c) for c in meta["choices"])
+        choices = ["null" if c is None else str(c) for c in f.metadata.get("choices", ())]
+        if choices and value not in f.metadata["choices"]:
+            near = difflib.get_close_matches(str(value), choices, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            self.say(path, f"{path} must be one of {listed}, not {show(value)}{hint}")
-        for message in outside(path, value, meta):
+            self.say(path, f"{path} must be one of {', '.join(choices)}, not {show(value)}{hint}")
+        for message in outside(path, value, f.metadata):
             self.say(path, message)
 
 

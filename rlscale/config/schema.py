@@ -78,9 +78,7 @@ class TrainerConfig:
     total_training_steps: int | None = opt(None, "steps (rollout batches); null: total_epochs decides", min=1)
     total_epochs: int = opt(1, "passes over the training data, used where total_training_steps is null", min=1)
     save_freq: int = opt(
-        0,
-        "steps between checkpoints (weights, optimizer, run state) in checkpoints/; 0: at the end, -1: none",
-        min=-1,
+        0, "steps between checkpoints (weights, optimizer, run state) in checkpoints/; 0: at the end, -1: none", min=-1
     )
     async_save: bool = opt(False, "write checkpoints during the next steps, from a copy in host memory")
     continue_on_save_error: bool = opt(False, "continue with a warning when a checkpoint cannot be written (disk full)")
@@ -105,8 +103,7 @@ class TrainerConfig:
         choices=("disable", "auto", "path"),
     )
     resume_from_path: str | None = opt(
-        None,
-        "folder of the checkpoint (.../checkpoints/step_*) for path, and for auto while run_dir has none",
+        None, "folder of the checkpoint (.../checkpoints/step_*) for path, and for auto while run_dir has none"
     )
     logger: list[str] = opt(["jsonl", "tensorboard"], "metric writers: any of jsonl, tensorboard")
     rollout_dump_freq: int = opt(1, "steps between rollouts/step_*.jsonl files; 0: none", min=0)
@@ -143,9 +140,7 @@ class DataConfig:
     max_prompt_length: int = opt(512, "tokens per prompt, chat template included", min=1)
     max_response_length: int = opt(512, "tokens per response", min=1)
     overlong_prompts: str = opt(
-        "filter",
-        "prompts over max_prompt_length: filtered with a count, or an error",
-        choices=("filter", "error"),
+        "filter", "prompts over max_prompt_length: filtered with a count, or an error", choices=("filter", "error")
     )
     shuffle: bool = opt(True, "shuffle each epoch with trainer.seed")
     system_prompt: str | None = opt(None, "system message put before each conversation that has none")
@@ -207,9 +202,7 @@ class TrainedConfig:
     optim: OptimConfig = opt(OptimConfig, "its optimizer")
     use_dynamic_bsz: bool = opt(True, "cut micro-batches by tokens instead of by sequences")
     ppo_max_token_len_per_gpu: int = opt(
-        4096,
-        "tokens per micro-batch and rank, N times as many over N Ulysses ranks (use_dynamic_bsz)",
-        min=1,
+        4096, "tokens per micro-batch and rank, N times as many over N Ulysses ranks (use_dynamic_bsz)", min=1
     )
     ppo_micro_batch_size_per_gpu: int = opt(8, "sequences per micro-batch and rank (without use_dynamic_bsz)", min=1)
     recompute: bool = opt(False, "recompute activations layer by layer in the backward pass")

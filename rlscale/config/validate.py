@@ -10,28 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlscale.config import functions
 from rlscale.config.algorithms import Algorithm, Registries
-from rlscale.config.layouts import Shapes, divisors, listed, refusals
+from rlscale.config.layouts import ModelSizes, divisors, listed, refusals
 from rlscale.config.paths import is_hub_name
 from rlscale.config.schema import ActorConfig, Config, CriticConfig, SourceConfig, Violation
 
 LOGGERS = ("jsonl", "tensorboard")
-
-
-class ModelSizes(Shapes, Protocol):
-    """What is asked about a model here (`rlscale.model.arch.ModelSpec` answers)."""
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def kv_heads(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int: ...
 
 
 def find_violations(
@@ -70,9 +57,6 @@ def find_violations(
         critic_spec = spec if config.critic.path is None else critic_spec
         found += refusals("critic", config.critic.parallel, world_size, critic_spec, own_head=True)
     return found
-
-
-# ---- one function for each section
 
 
 def _trainer(c: Config, critic: bool) -> Iterator[Violation]:
@@ -129,16 +113,14 @@ def _models(c: Config, critic: bool) -> Iterator[Violation]:
             hint = "; tools/prepare_model.py makes the quickstart's model" if key == "model.path" else ""
             yield Violation((key,), f"{key}: no such folder: {name} (a hub name looks like org/name){hint}")
         elif path.exists() and not path.is_dir() and not is_file:
-            yield Violation(
-                (key,), f"{key}: {name} is a file; a model is a folder with config.json and safetensors files"
-            )
+            message = f"{key}: {name} is a file; a model is a folder with config.json and safetensors files"
+            yield Violation((key,), message)
         elif path.is_dir() and key != "model.tokenizer_path" and not (path / "config.json").is_file():
             yield Violation((key,), f"{key}: the folder {name} has no config.json, so it is no Hugging Face model")
     template = c.model.chat_template
     if template and "{" not in template and not Path(template).expanduser().is_file():
-        yield Violation(
-            ("model.chat_template",), f"model.chat_template: {template!r} is neither a Jinja template nor a file"
-        )
+        message = f"model.chat_template: {template!r} is neither a Jinja template nor a file"
+        yield Violation(("model.chat_template",), message)
 
 
 def _data(c: Config) -> Iterator[Violation]:
@@ -245,9 +227,8 @@ def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[
             f"{spec.max_positions} positions",
         )
     if r.top_k == 0:
-        yield Violation(
-            ("rollout.top_k",), "rollout.top_k is 0: no token could be sampled; -1 switches top-k sampling off"
-        )
+        message = "rollout.top_k is 0: no token could be sampled; -1 switches top-k sampling off"
+        yield Violation(("rollout.top_k",), message)
     if r.val_n > 1 and r.val_temperature == 0:
         yield Violation(
             ("rollout.val_n", "rollout.val_temperature"),
@@ -311,9 +292,8 @@ def _optimizers(c: Config, critic: bool) -> Iterator[Violation]:
     optims = {"actor": c.actor.optim} | ({"critic": c.critic.optim} if critic else {})
     for role, optim in optims.items():
         if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
-            yield Violation(
-                (f"{role}.optim.betas",), f"{role}.optim.betas must be two numbers from 0 to below 1, not {optim.betas}"
-            )
+            message = f"{role}.optim.betas must be two numbers from 0 to below 1, not {optim.betas}"
+            yield Violation((f"{role}.optim.betas",), message)
         if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
             yield Violation(
                 (f"{role}.optim.lr_warmup_steps", f"{role}.optim.lr_warmup_steps_ratio"),
@@ -327,5 +307,5 @@ def _scorer(c: Config) -> Iterator[Violation]:
     if scorer is None and c.reward.scorer_args:
         keys = ("reward.scorer_args", "reward.scorer")
         yield Violation(keys, "reward.scorer_args are given, but reward.scorer is null")
-    if ":" in (scorer or "") and (wrong := functions.problem("reward.scorer", scorer)):  # built-in: known elsewhere
+    if scorer and ":" in scorer and (wrong := functions.problem("reward.scorer", scorer)):  # built-in: known elsewhere
         yield Violation(("reward.scorer",), wrong)
