@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlscale.algo.dynamic_sampling import groups_with_contrast
-from rlscale.algo.registry import Registry
+from rlscale.algo.registry import ADVANTAGES
 from rlscale.algo.segments import (
     any_valid,
     check_shapes,
@@ -35,31 +35,20 @@ from rlscale.algo.segments import (
     whiten,
 )
 
-ADVANTAGES = Registry(
-    "advantage estimator",
-    key="algorithm.adv_estimator",
-    args_key="algorithm.adv_args",
-    common={
-        "gamma": "algorithm.gamma",
-        "lam": "algorithm.lam",
-        "norm_by_std": "algorithm.norm_adv_by_std_in_grpo",
-    },
-)
+_GRPO = "Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783"
 _ABOVE_0 = {"eps": {"above": 0}}
+Inputs = dict[str, Tensor | None]
 
 
 @dataclass
 class Advantages:
-    """``advantages``, ``returns``: ``[T]``. ``invalid_rows``: sequences whose reward is not finite.
-
-    ``metrics``: counts ``invalid_rewards``, ``singleton_groups`` (one usable sequence) and ``zero_std_groups``
+    """``metrics``: counts ``invalid_rewards``, ``singleton_groups`` (one usable sequence) and ``zero_std_groups``
     (several, all with the same outcome), ``groups``.
     """
 
-    advantages: Tensor
-    returns: Tensor
-    metrics: dict[str, float] = field(default_factory=dict)
-    invalid_rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    advantages: Tensor  # [T]
+    returns: Tensor  # [T]
+    metrics: dict[str, float]
 
 
 @dataclass
@@ -97,8 +86,7 @@ class Batch:
 
     def per_group(self, x: Tensor) -> Tensor:
         """Sum of ``x`` ``[B]`` over the usable sequences of each group: ``[G]``."""
-        x = torch.where(self.usable, x, x.new_zeros(()))
-        return x.new_zeros(self.groups).index_add_(0, self.group, x)
+        return x.new_zeros(self.groups).index_add_(0, self.group, torch.where(self.usable, x, 0.0))
 
     @cached_property
     def size(self) -> Tensor:
@@ -112,15 +100,15 @@ class Batch:
 
     def shifted(self, score: Tensor) -> Tensor:
         """``score`` less its group's minimum: equal scores become exactly 0 before any mean is taken. ``[B]``."""
-        score = torch.where(self.usable, score, score.new_full((), torch.inf))
+        score = torch.where(self.usable, score, torch.inf)
         low = score.new_full((self.groups,), torch.inf).scatter_reduce_(0, self.group, score, "amin")
-        return torch.where(self.usable, score - low[self.group], score.new_zeros(()))
+        return torch.where(self.usable, score - low[self.group], 0.0)
 
     def centred(self, score: Tensor) -> Tensor:
         """``score - mean`` of the group; 0 without contrast. ``[B]``."""
         x = self.shifted(score)
         x = x - self.per_group(x)[self.group] / self.size.clamp(min=1.0)
-        return torch.where(self.contrast, x, x.new_zeros(()))
+        return torch.where(self.contrast, x, 0.0)
 
     def group_std(self, score: Tensor) -> Tensor:
         """Unbiased standard deviation of the group of each sequence; 0 without contrast. ``[B]``."""
@@ -136,9 +124,11 @@ class Batch:
         if bool(self.valid.all()):
             return reverse_scan(self.r, gamma, self.cu)
         at, cu = compress(self.valid, self.cu)
-        out = torch.zeros_like(self.r)
-        out[at] = reverse_scan(self.r[at], gamma, cu)
-        return out
+        return self.at_tokens(at, reverse_scan(self.r[at], gamma, cu))
+
+    def at_tokens(self, at: Tensor, x: Tensor) -> Tensor:
+        """``x`` ``[N]`` at the given tokens ``[N]``, 0 elsewhere. ``[T]`` float64."""
+        return torch.zeros_like(self.r).index_put_((at,), x)
 
 
 def estimate_advantages(
@@ -165,19 +155,19 @@ def estimate_advantages(
 
     Args:
         token_rewards, mask: ``[T]``; cu_seqlens: ``[B+1]``; group: ``[B]`` integers, equal for responses to one prompt.
-        values, old_logprobs, ref_logprobs, sum_pi_squared, is_weights: ``[T]``; baselines: ``[B]`` (reward of a greedy
-        response); components: ``[C, B]``: for estimators that need them.
+        components: ``[C, B]``, baselines: ``[B]`` (reward of a greedy response), others ``[T]``: where they are needed.
         gamma: discount per policy token; lam: lambda of GAE; norm_by_std: divide by the group's deviation.
         on_invalid: a reward that is not finite is left out with a warning that names it (``exclude``), or an ``error``.
-        args: further arguments of this estimator.
+        args: of this estimator.
 
     Raises:
         ValueError: unknown estimator or argument, shapes that disagree, a needed input is missing, invalid reward,
             or an estimator from a path that returns something else.
     """
     algorithm = ADVANTAGES.find(name)
-    given = {"values": values, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    given |= {"sum_pi_squared": sum_pi_squared, "is_weights": is_weights}
+    given = dict(values=values, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+    given |= dict(sum_pi_squared=sum_pi_squared, is_weights=is_weights)
+    per_sequence = dict(baselines=baselines, components=components)
     check_shapes(
         cu_seqlens,
         per_token={"token_rewards": token_rewards, "mask": mask, **given},
@@ -188,23 +178,22 @@ def estimate_advantages(
         raise ValueError(f"components has shape {tuple(components.shape)}, [C, {rows}] is needed: one each sequence")
     kwargs = ADVANTAGES.arguments(name, {"gamma": gamma, "lam": lam, "norm_by_std": norm_by_std}, args)
     valid = positive(mask)
-    _check_needed(name, algorithm.needs, valid, given, {"baselines": baselines, "components": components})
+    _check_needed(name, algorithm.needs, valid, given, per_sequence)
     valid, usable, outcome, invalid = _usable(token_rewards, valid, cu_seqlens, components, on_invalid)
     dtype = token_rewards.dtype if token_rewards.is_floating_point() else torch.float32
     group = torch.arange(rows, device=mask.device) if group is None else torch.unique(group, return_inverse=True)[1]
-    extra = (values, baselines, components, old_logprobs, ref_logprobs, sum_pi_squared, is_weights)
-    batch = Batch(token_rewards, valid, cu_seqlens, group, usable, outcome, dtype, *extra)
+    batch = Batch(token_rewards, valid, cu_seqlens, group, usable, outcome, dtype, **given, **per_sequence)
     out = algorithm.function(batch, **kwargs)
     if not isinstance(out, tuple) or [getattr(x, "shape", None) for x in out] != [valid.shape] * 2:
         raise ValueError(f"advantage estimator {name} must return two tensors, advantages and returns, of [T] each")
-    return Advantages(out[0].to(dtype), out[1].to(dtype), _group_metrics(batch, invalid), invalid)
+    return Advantages(out[0].to(dtype), out[1].to(dtype), _group_metrics(batch, invalid))
 
 
 def _usable(
     rewards: Tensor, valid: Tensor, cu: Tensor, components: Tensor | None, on_invalid: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``valid`` ``[T]`` without sequences whose reward is not finite; which are usable ``[B]``; their outcomes ``[B]``
-    float64; the numbers of those left out.
+    """``valid`` ``[T]`` without sequences whose reward is not finite; which are usable, and the outcomes, ``[B]``; the
+    numbers of those left out.
     """
     outcome = row_sums(rewards, valid, cu)
     finite = torch.isfinite(outcome)
@@ -212,8 +201,8 @@ def _usable(
         finite &= torch.isfinite(components).all(0)
     invalid = (~finite).nonzero().squeeze(1)
     if invalid.numel():
-        rows = outcome.numel()
-        message = f"{invalid.numel()} of {rows} rewards are not finite: sequences {invalid.tolist()[:20]}"
+        found = f"sequences {invalid.tolist()[:20]}"
+        message = f"{invalid.numel()} of {outcome.numel()} rewards are not finite: {found}"
         if on_invalid == "error":
             raise ValueError(message)
         warnings.warn(message + "; they are left out", stacklevel=3)
@@ -221,24 +210,16 @@ def _usable(
     return valid, finite & any_valid(valid, cu), outcome, invalid
 
 
-def _check_needed(
-    name: str,
-    needs: Collection[str],
-    valid: Tensor,
-    per_token: dict[str, Tensor | None],
-    others: dict[str, Tensor | None],
-) -> None:
-    """What the estimator reads is there and finite: one NaN in a per-token input would spread over the whole batch by
-    whitening, without a word.
-    """
-    for need, x in {**per_token, **others}.items():
+def _check_needed(name: str, needs: Collection[str], valid: Tensor, per_token: Inputs, per_sequence: Inputs) -> None:
+    """What the estimator reads is there and finite: one NaN would spread over the whole batch by whitening."""
+    for need, x in {**per_token, **per_sequence}.items():
         if x is None and need in needs:
             raise ValueError(f"advantage estimator {name} needs {need}")
     for need, x in per_token.items():
         if x is not None and need in (*needs, "is_weights") and not bool(torch.isfinite(x[valid]).all()):
             bad = (valid & ~torch.isfinite(x)).nonzero().squeeze(1).tolist()
             raise ValueError(f"{need} is not finite at {len(bad)} policy tokens, the first at {bad[:20]}")
-    baselines = others["baselines"]
+    baselines = per_sequence["baselines"]
     if baselines is not None and not bool(torch.isfinite(baselines).all()):
         bad = (~torch.isfinite(baselines)).nonzero().squeeze(1).tolist()
         raise ValueError(f"baselines are not finite: sequences {bad[:20]}")
@@ -270,17 +251,11 @@ def gae(b: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten_advantages: bo
     following[:-1] = v[1:]
     following[cu[1:][cu.diff() > 0] - 1] = 0.0
     advantage = reverse_scan(b.r[at] + gamma * following - v, gamma * lam, cu)
-    out, returns = torch.zeros_like(b.r), torch.zeros_like(b.r)
-    out[at], returns[at] = advantage, advantage + v
+    out, returns = b.at_tokens(at, advantage), b.at_tokens(at, advantage + v)
     return (whiten(out, b.valid) if whiten_advantages else out), returns
 
 
-@ADVANTAGES.register(
-    "grpo",
-    needs={"group"},
-    paper="Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783",
-    bounds=_ABOVE_0,
-)
+@ADVANTAGES.register("grpo", needs={"group"}, paper=_GRPO, bounds=_ABOVE_0)
 def grpo(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Group-relative outcome (Shao et al. 2024, DeepSeekMath): ``(S - mean) / (std + eps)``.
 
@@ -297,20 +272,18 @@ def grpo(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tens
 def rloo(b: Batch, *, norm_by_loo_std: bool = False) -> tuple[Tensor, Tensor]:
     """Leave-one-out baseline (Ahmadian et al. 2024): ``S - mean of the others = n/(n-1) (S - mean)``.
 
-    ``norm_by_loo_std``: divided by the standard deviation of the others; where they are all equal, the plain
-    difference.
+    ``norm_by_loo_std``: divided by the standard deviation of the others, unless they are all equal.
     """
     x = b.centred(b.outcome)
     a = x * b.size / (b.size - 1.0).clamp(min=1.0)
     if norm_by_loo_std:
         std, scale = torch.zeros_like(x), torch.zeros_like(x)
         for g in range(b.groups):
-            rows = (b.usable & (b.group == g)).nonzero().squeeze(1)
-            if rows.numel() > 2:
+            at = (b.usable & (b.group == g)).nonzero().squeeze(1)
+            if (n := at.numel()) > 2:
                 # from the others themselves: a difference of sums of squares would cancel
-                others = x[rows].expand(rows.numel(), -1)[~torch.eye(rows.numel(), dtype=torch.bool, device=x.device)]
-                std[rows] = others.view(rows.numel(), -1).std(1)
-                scale[rows] = x[rows].abs().max()
+                others = x[at].expand(n, -1)[~torch.eye(n, dtype=torch.bool, device=x.device)]
+                std[at], scale[at] = others.view(n, -1).std(1), x[at].abs().max()
         # others that differ by no more than rounding are equal: their deviation is noise
         a = torch.where(std > 1e-6 * scale, a / std.clamp(min=torch.finfo(std.dtype).tiny), a)
     tokens = b.to_tokens(a)
@@ -340,13 +313,10 @@ def reinforce_plus_plus_baseline(b: Batch) -> tuple[Tensor, Tensor]:
 
 @ADVANTAGES.register("remax", needs={"baselines"}, paper="Li et al. 2023, arXiv:2310.10505")
 def remax(b: Batch) -> tuple[Tensor, Tensor]:
-    """ReMax (Li et al. 2023): reward to come, less the reward of the greedy response to the same prompt
-    (``baselines``).
-    """
+    """ReMax (Li et al. 2023): reward to come, less the reward of the greedy response to the prompt (``baselines``)."""
     returns = b.discounted(1.0)
     assert b.baselines is not None
-    baseline = spread(b.baselines.double(), b.cu)
-    return torch.where(b.valid, returns - baseline, 0.0), returns
+    return torch.where(b.valid, returns - spread(b.baselines.double(), b.cu), 0.0), returns
 
 
 @ADVANTAGES.register("opo", needs={"group"}, paper="Hao et al. 2025, arXiv:2505.23585")
@@ -368,9 +338,7 @@ def gpg(b: Batch) -> tuple[Tensor, Tensor]:
 
 @ADVANTAGES.register("grpo_passk", needs={"group"}, paper="Chen et al. 2025, arXiv:2508.10751", bounds=_ABOVE_0)
 def grpo_passk(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Pass@k advantage (Chen et al. 2025): only the best of a group learns, by its lead over the second; a tie gives
-    0.
-    """
+    """Pass@k advantage (Chen et al. 2025): only the best of a group learns, by its lead over the second; 0 if tied."""
     score = torch.where(b.usable, b.outcome, -torch.inf)
     order = torch.argsort(score, stable=True)
     order = order[torch.argsort(b.group[order], stable=True)]  # by group, ascending within it
@@ -391,7 +359,7 @@ def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> 
     """
     assert b.components is not None
     components = b.components.double()
-    factors = [1.0] * components.shape[0] if weights is None else list(weights)
+    factors = [1.0] * components.shape[0] if weights is None else weights
     if len(factors) != components.shape[0]:
         raise ValueError(f"gdpo has {components.shape[0]} reward components, but {len(factors)} weights")
     a = torch.zeros_like(b.outcome)
@@ -409,14 +377,12 @@ def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> 
     bounds={"epsilon": {"above": 0}},
 )
 def optimal_token_baseline(b: Batch, *, epsilon: float = 1e-8, handle_zero_tail: bool = True) -> tuple[Tensor, Tensor]:
-    """A baseline for each group and position that minimises the variance of the gradient (optimal token baseline,
-    2025).
+    """A baseline for each group and position that minimises the variance of the gradient.
 
     The squared norm of a token's score function is estimated by ``w_t = 1 - 2 pi_t + sum_v pi(v)^2`` (times the
     square of the importance weight), ``W_t`` is its running sum, ``G_t`` the reward to come, and ``b_t = sum G W /
-    (sum W + epsilon)`` over the group's sequences that have a policy token at position ``t`` (counted in policy
-    tokens). ``handle_zero_tail``: beyond the second-longest length, where only the longest one is left, the baseline
-    is 0.
+    (sum W + epsilon)`` over the group's sequences with a policy token at position ``t`` (counted in policy tokens).
+    ``handle_zero_tail``: where only one of them is left, the baseline is 0.
     """
     old, squares = b.old_logprobs, b.sum_pi_squared
     assert old is not None and squares is not None
@@ -426,17 +392,13 @@ def optimal_token_baseline(b: Batch, *, epsilon: float = 1e-8, handle_zero_tail:
         w = w * b.is_weights[at].double().square()
     running, to_come = cumulative(w, cu), reverse_scan(b.r[at], 1.0, cu)
     lengths = cu.diff()
-    row = torch.repeat_interleave(torch.arange(lengths.numel(), device=at.device), lengths)
-    position = torch.arange(at.numel(), device=at.device) - cu[row]
+    sequence = torch.repeat_interleave(torch.arange(lengths.numel(), device=at.device), lengths)
+    position = torch.arange(at.numel(), device=at.device) - cu[sequence]
     width = int(lengths.max()) if lengths.numel() else 0
-    cell = b.group[row] * width + position
-    top = w.new_zeros(b.groups * width).index_add_(0, cell, to_come * running)
-    bottom = w.new_zeros(b.groups * width).index_add_(0, cell, running)
+    cell = b.group[sequence] * width + position
+    top, bottom = (w.new_zeros(b.groups * width).index_add_(0, cell, x) for x in (to_come * running, running))
     baseline = (top / (bottom + epsilon))[cell]
     if handle_zero_tail:
-        rows_there = w.new_zeros(b.groups * width).index_add_(0, cell, torch.ones_like(w))
-        baseline = torch.where(rows_there[cell] > 1, baseline, 0.0)
-    advantage, returns = torch.zeros_like(b.r), torch.zeros_like(b.r)
-    returns[at] = to_come
-    advantage[at] = torch.where(b.contrast[row], to_come - baseline, 0.0)
-    return advantage, returns
+        baseline = torch.where(torch.bincount(cell)[cell] > 1, baseline, 0.0)
+    advantage = torch.where(b.contrast[sequence], to_come - baseline, 0.0)
+    return b.at_tokens(at, advantage), b.at_tokens(at, to_come)

@@ -9,15 +9,16 @@ mask: correction only weighs tokens in the loss, or removes them from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlscale.algo.segments import check_shapes, segment_sum, spread
+from rlscale.algo.tokens import LIMIT
 
-_Q_LIMIT = 20.0
 REJECTIONS = tuple(
     f"{level}_{stat}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for stat in ("k1", "k2", "k3")
 )
@@ -27,7 +28,7 @@ def _clean(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor,
     """``q`` with 0 at masked positions ``[T]``, validity ``[T]``, policy tokens ``[B]``."""
     check_shapes(cu_seqlens, per_token={"log_ratio": log_ratio, "mask": mask})
     valid = mask > 0
-    q = torch.where(valid, log_ratio.detach(), log_ratio.new_zeros(()))
+    q = torch.where(valid, log_ratio.detach(), 0.0)
     return q, valid, segment_sum(valid.to(q.dtype), cu_seqlens)
 
 
@@ -60,18 +61,20 @@ def importance_weights(
     Raises:
         ValueError: unknown level or kind, bounds out of order, shapes that disagree.
     """
-    low = _lower_bound(level, kind, upper, lower)
+    if level not in ("token", "sequence"):
+        raise ValueError(f"unknown level of importance weights {level!r}; known: sequence, token")
+    if kind not in ("truncate", "icepop"):
+        raise ValueError(f"unknown kind of importance weights {kind!r}; known: icepop, truncate")
+    low = 1.0 / upper if lower is None else lower
+    if not 0.0 <= low <= upper:
+        raise ValueError(f"bounds of importance weights must satisfy 0 <= lower <= upper, got [{low}, {upper}]")
     q, valid, n = _clean(log_ratio, mask, cu_seqlens)
-    tokens, rows = n.sum().clamp(min=1.0), (n > 0)
-    if level == "sequence":
-        raw_row = torch.exp(segment_sum(q, cu_seqlens).clamp(-_Q_LIMIT, _Q_LIMIT))
-        raw, units, counted = spread(raw_row, cu_seqlens), raw_row, rows
-    else:
-        raw = torch.exp(q.clamp(-_Q_LIMIT, _Q_LIMIT))
-        units, counted = raw, valid
-    zero = raw.new_zeros(())
-    w = raw.clamp(max=upper) if kind == "truncate" else torch.where((raw >= low) & (raw <= upper), raw, zero)
-    w = torch.where(valid, w, zero)
+    tokens, sequences = n.sum().clamp(min=1.0), n > 0
+    by_token = level == "token"
+    units = torch.exp((q if by_token else segment_sum(q, cu_seqlens)).clamp(-LIMIT, LIMIT))
+    raw, counted = (units, valid) if by_token else (spread(units, cu_seqlens), sequences)
+    w = raw.clamp(max=upper) if kind == "truncate" else torch.where((raw >= low) & (raw <= upper), raw, 0.0)
+    w = torch.where(valid, w, 0.0)
     mean, square = w.sum() / tokens, w.square().sum() / tokens
     count = counted.sum().clamp(min=1)
     metrics = {
@@ -83,25 +86,11 @@ def importance_weights(
         "fraction_outside": float((((raw > upper) | (raw < low)) & valid).sum() / tokens),
     }
     if batch_normalize:
-        if level == "token":
-            factor = mean
-        else:
-            row_weight = segment_sum(w, cu_seqlens) / n.clamp(min=1.0)
-            factor = row_weight.sum() / rows.sum().clamp(min=1)
+        by_sequence = (segment_sum(w, cu_seqlens) / n.clamp(min=1.0)).sum() / sequences.sum().clamp(min=1)
+        factor = mean if by_token else by_sequence
         metrics["batch_norm_factor"] = float(factor)
         w = w / factor if float(factor) > 0 else w
     return w, metrics
-
-
-def _lower_bound(level: str, kind: str, upper: float, lower: float | None) -> float:
-    if level not in ("token", "sequence"):
-        raise ValueError(f"unknown level of importance weights {level!r}; known: sequence, token")
-    if kind not in ("truncate", "icepop"):
-        raise ValueError(f"unknown kind of importance weights {kind!r}; known: icepop, truncate")
-    low = 1.0 / upper if lower is None else lower
-    if not 0.0 <= low <= upper:
-        raise ValueError(f"bounds of importance weights must satisfy 0 <= lower <= upper, got [{low}, {upper}]")
-    return low
 
 
 def rejection_mask(
@@ -111,7 +100,7 @@ def rejection_mask(
     *,
     options: Sequence[str],
     upper: Sequence[float] | float,
-    lower: Sequence[float] | float | None = None,
+    lower: Sequence[float | None] | float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Mask of the tokens that stay in the loss: the response mask less what the options reject.
 
@@ -127,9 +116,8 @@ def rejection_mask(
         ValueError: unknown option (with the list), bounds and options of different number.
     """
     q, valid, n = _clean(log_ratio, mask, cu_seqlens)
-    uppers = [float(upper)] * len(options) if isinstance(upper, (int, float)) else [float(u) for u in upper]
-    lowers: list[float | None]
-    lowers = [lower] * len(options) if lower is None or isinstance(lower, (int, float)) else list(lower)
+    uppers = upper if isinstance(upper, Sequence) else [upper] * len(options)
+    lowers = lower if isinstance(lower, Sequence) else [lower] * len(options)
     if not len(options) == len(uppers) == len(lowers):
         raise ValueError(f"{len(options)} rejection options, but {len(uppers)} upper and {len(lowers)} lower bounds")
     keep = valid.clone()
@@ -137,11 +125,11 @@ def rejection_mask(
         if option not in REJECTIONS:
             raise ValueError(f"unknown rejection option {option!r}; known: {', '.join(REJECTIONS)}")
         level, kind = option.rsplit("_", 1)
-        bounded = q.clamp(-_Q_LIMIT, _Q_LIMIT)
+        bounded = q.clamp(-LIMIT, LIMIT)
         stat = {"k1": -q, "k2": 0.5 * q.square(), "k3": torch.exp(bounded) - 1.0 - bounded}[kind]
         if level in ("seq_sum", "seq_mean"):
-            row = segment_sum(torch.where(valid, stat, stat.new_zeros(())), cu_seqlens)
-            stat = spread(row if level == "seq_sum" else row / n.clamp(min=1.0), cu_seqlens)
+            total = segment_sum(torch.where(valid, stat, 0.0), cu_seqlens)
+            stat = spread(total if level == "seq_sum" else total / n.clamp(min=1.0), cu_seqlens)
         if kind == "k1":
             inside = (-stat <= math.log(high)) & (-stat >= (-math.log(high) if low is None else math.log(low)))
         else:
@@ -150,10 +138,10 @@ def rejection_mask(
             inside = spread(segment_sum((valid & ~inside).to(q.dtype), cu_seqlens) == 0, cu_seqlens)
         keep &= inside
     rejected = valid & ~keep
-    rows = segment_sum(rejected.to(q.dtype), cu_seqlens) > 0
+    touched = segment_sum(rejected.to(q.dtype), cu_seqlens) > 0
     metrics = {
         "masked_fraction": float(rejected.sum() / n.sum().clamp(min=1.0)),
-        "seq_masked_fraction": float(rows.sum() / (n > 0).sum().clamp(min=1)),
+        "seq_masked_fraction": float(touched.sum() / (n > 0).sum().clamp(min=1)),
     }
     return torch.where(keep, mask, torch.zeros_like(mask)), metrics
 
@@ -169,28 +157,28 @@ def offpolicy_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
     valid = mask > 0
     train, rollout = (torch.where(valid, x.detach().double(), 0.0) for x in (logprobs, rollout_logprobs))
     n = segment_sum(valid.double(), cu_seqlens)
-    if not bool((n > 0).any()):
-        return {}
     some, tokens = n > 0, n.sum()
+    if not bool(some.any()):
+        return {}
     q = train - rollout
-    bounded = q.clamp(-_Q_LIMIT, _Q_LIMIT)
-    train_row, rollout_row = (-segment_sum(x, cu_seqlens)[some] / n[some] for x in (train, rollout))
-    difference = train_row - rollout_row  # rollout row mean log-prob - training row mean log-prob
-    row_q = segment_sum(q, cu_seqlens)[some].clamp(-_Q_LIMIT, _Q_LIMIT)
+    bounded = q.clamp(-LIMIT, LIMIT)
+    log_ppl, rollout_log_ppl = (-segment_sum(x, cu_seqlens)[some] / n[some] for x in (train, rollout))
+    difference = log_ppl - rollout_log_ppl
+    sequence_q = segment_sum(q, cu_seqlens)[some].clamp(-LIMIT, LIMIT)
     return {
         "kl": float(-q.sum() / tokens),
         "k3_kl": float((torch.expm1(bounded) - bounded).sum() / tokens),
-        "training_ppl": float(train_row.exp().mean()),
-        "training_log_ppl": float(train_row.mean()),
-        "rollout_ppl": float(rollout_row.exp().mean()),
-        "rollout_log_ppl": float(rollout_row.mean()),
+        "training_ppl": float(log_ppl.exp().mean()),
+        "training_log_ppl": float(log_ppl.mean()),
+        "rollout_ppl": float(rollout_log_ppl.exp().mean()),
+        "rollout_log_ppl": float(rollout_log_ppl.mean()),
         "log_ppl_diff": float(difference.mean()),
         "log_ppl_abs_diff": float(difference.abs().mean()),
         "log_ppl_diff_max": float(difference.max()),
         "log_ppl_diff_min": float(difference.min()),
         "ppl_ratio": float(difference.exp().mean()),
         "chi2_token": float(torch.where(valid, torch.exp(2.0 * bounded), 0.0).sum() / tokens - 1.0),
-        "chi2_seq": float(torch.exp(2.0 * row_q).mean() - 1.0),
+        "chi2_seq": float(torch.exp(2.0 * sequence_q).mean() - 1.0),
     }
 
 
@@ -210,9 +198,8 @@ def off_policy_sequence_mask(
     """
     q, valid, n = _clean(logprobs - behaviour_logprobs, mask, cu_seqlens)
     check_shapes(cu_seqlens, per_token={"advantages": advantages})
-    size = n.clamp(min=1.0)
-    adverse = segment_sum(torch.where(valid, advantages, advantages.new_zeros(())), cu_seqlens) < 0
-    drop = adverse & (-segment_sum(q, cu_seqlens) / size > threshold) & (n > 0)
+    adverse = segment_sum(torch.where(valid, advantages, 0.0), cu_seqlens) < 0
+    drop = adverse & (-segment_sum(q, cu_seqlens) / n.clamp(min=1.0) > threshold) & (n > 0)
     out = torch.where(spread(drop, cu_seqlens), torch.zeros_like(mask), mask)
     return out, {"seq_masked_fraction": float(drop.sum() / (n > 0).sum().clamp(min=1))}
 
@@ -225,18 +212,12 @@ class CorrectionConfig:
     rejection mend the difference to the sampler (three policies; Hilton et al. 2022); ``bypass``: the sampler's
     log-probs are the old ones, the policy loss's own ratio mends it, and only rejection applies (the trainer's
     log-probs are still needed for it).
-    ``level``: ``token``, ``sequence`` or ``None`` (no weights).
+    ``weights``, ``reject``: keywords of `importance_weights` and of `rejection_mask`; ``None``: without it.
     """
 
     mode: str = "decoupled"
-    level: str | None = "token"
-    kind: str = "truncate"
-    upper: float = 2.0
-    lower: float | None = None
-    batch_normalize: bool = False
-    reject: Sequence[str] = field(default_factory=tuple)
-    reject_upper: Sequence[float] = field(default_factory=tuple)
-    reject_lower: Sequence[float] | None = None
+    weights: Mapping[str, Any] | None = field(default_factory=dict)
+    reject: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("decoupled", "bypass"):
@@ -262,32 +243,14 @@ def correct(
 
     The returned mask is for loss weights only: rewards and advantages keep the response mask.
     """
-    metrics = {
-        f"rollout_corr/{k}": v for k, v in offpolicy_metrics(logprobs, rollout_logprobs, mask, cu_seqlens).items()
-    }
+    metrics = offpolicy_metrics(logprobs, rollout_logprobs, mask, cu_seqlens)
     q = logprobs.detach() - rollout_logprobs
-    weights = None
-    if config.mode == "decoupled" and config.level is not None:
-        weights, found = importance_weights(
-            q,
-            mask,
-            cu_seqlens,
-            level=config.level,
-            kind=config.kind,
-            upper=config.upper,
-            lower=config.lower,
-            batch_normalize=config.batch_normalize,
-        )
-        metrics |= {f"rollout_corr/is_{k}": v for k, v in found.items()}
-    kept = mask
-    if config.reject:
-        kept, found = rejection_mask(
-            q,
-            mask,
-            cu_seqlens,
-            options=config.reject,
-            upper=list(config.reject_upper),
-            lower=None if config.reject_lower is None else list(config.reject_lower),
-        )
-        metrics |= {f"rollout_corr/rs_{k}": v for k, v in found.items()}
-    return Correction(rollout_logprobs if config.mode == "bypass" else logprobs.detach(), weights, kept, metrics)
+    weights, kept = None, mask
+    if config.mode == "decoupled" and config.weights is not None:
+        weights, found = importance_weights(q, mask, cu_seqlens, **config.weights)
+        metrics |= {f"is_{k}": v for k, v in found.items()}
+    if config.reject is not None:
+        kept, found = rejection_mask(q, mask, cu_seqlens, **config.reject)
+        metrics |= {f"rs_{k}": v for k, v in found.items()}
+    old = rollout_logprobs if config.mode == "bypass" else logprobs.detach()
+    return Correction(old, weights, kept, {f"rollout_corr/{k}": v for k, v in metrics.items()})

@@ -1,8 +1,8 @@
 """Policy losses that choose tokens by the covariance of advantage and log-prob (Cui et al. 2025, arXiv:2505.22617).
 
-Which tokens are chosen depends on the whole mini-batch under the policy as it is before the update: a function here
-turns it into a few numbers, the statistic, that every micro-batch gets. Ties and draws are decided by a number that
-depends on the token alone, so that they are the same in any split.
+Which tokens are chosen depends on the whole mini-batch under the policy as it is before the update: every micro-batch
+gets a few numbers of it, the statistic. Ties and draws are decided by a number that depends on the token alone, so that
+they are the same in any split.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rlscale.algo.registry import POLICY_LOSSES
 from rlscale.algo.segments import spread
-from rlscale.algo.tokens import POLICY_LOSSES, LossAndFlags, Tokens, surrogates
+from rlscale.algo.tokens import LossAndFlags, Tokens, surrogates
 
 _PAPER = "Cui et al. 2025, arXiv:2505.22617"
 
@@ -34,20 +35,16 @@ def _lottery(x: Tokens, seed: int) -> Tensor:
     micro-batch. ``[t]`` float64.
     """
     position = torch.arange(x.old.numel(), device=x.old.device) - spread(x.cu[:-1], x.cu)
-    h = (
-        x.old.double().view(torch.int64)
-        ^ ((position + 1) * -7046029254386353131)
-        ^ (seed * 0x2545F4914F6CDD1D & 0x7FFFFFFFFFFFFFFF)
-    )
+    h = x.old.double().view(torch.int64) ^ ((position + 1) * -7046029254386353131)
+    h = h ^ (seed * 0x2545F4914F6CDD1D & 0x7FFFFFFFFFFFFFFF)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         h = (h ^ ((h >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return ((h >> 11) & ((1 << 53) - 1)).double() / (1 << 53)
 
 
-def _largest(x: Tokens, *, kl_cov_ratio: float = 2e-4) -> dict[str, float]:
-    """Means and the covariance from which on a token is chosen: the ``max(1, floor(N ratio))`` largest are.
-
-    Of tokens that tie at the threshold, those with the lowest lottery numbers, up to ``tie``, are chosen.
+def _largest(x: Tokens, *, kl_cov_ratio: float) -> dict[str, float]:
+    """Means and the covariance from which on a token is chosen: the ``max(1, floor(N ratio))`` largest are; of those
+    that tie at the threshold, the ones with the lowest lottery numbers, up to ``tie``.
     """
     means = _means(x)
     cov, numbers = _covariance(x, means)[x.valid], _lottery(x, 0)[x.valid]
@@ -68,21 +65,15 @@ def _largest(x: Tokens, *, kl_cov_ratio: float = 2e-4) -> dict[str, float]:
     bounds={"kl_coef": {"min": 0}, "kl_cov_ratio": {"min": 0, "max": 1}},
 )
 def kl_cov(
-    x: Tokens, *, kl_coef: float = 1.0, kl_cov_ratio: float = 2e-4, statistic: Mapping[str, float] | None = None
+    x: Tokens, *, statistic: Mapping[str, float], kl_coef: float = 1.0, kl_cov_ratio: float = 2e-4
 ) -> LossAndFlags:
-    """KL-Cov: no clipping; ``L = -A r``, and ``+ kl_coef |d|`` at the tokens of largest covariance.
-
-    ``statistic``: from `rlscale.algo.policy_loss.prepare`; without it the tokens given are the whole mini-batch.
-    """
-    given = statistic or _largest(x, kl_cov_ratio=kl_cov_ratio)
-    cov, threshold = _covariance(x, given), given["threshold"]
-    chosen = ((cov > threshold) | ((cov == threshold) & (_lottery(x, 0) <= given["tie"]))) & x.valid
+    """KL-Cov: no clipping; ``L = -A r``, and ``+ kl_coef |d|`` at the tokens of largest covariance."""
+    cov, threshold = _covariance(x, statistic), statistic["threshold"]
+    chosen = ((cov > threshold) | ((cov == threshold) & (_lottery(x, 0) <= statistic["tie"]))) & x.valid
     distance = x.d.abs()
     loss = -x.adv * x.ratio
-    return torch.where(chosen, loss + kl_coef * distance, loss), {
-        "mean_abs_log_ratio": distance.detach(),
-        "pg_clipfrac": chosen,
-    }
+    flags = {"mean_abs_log_ratio": distance.detach(), "pg_clipfrac": chosen}
+    return torch.where(chosen, loss + kl_coef * distance, loss), flags
 
 
 def _drawable(
@@ -95,14 +86,7 @@ def _drawable(
 
 
 def _last_drawn(
-    x: Tokens,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_cov_ratio: float = 2e-4,
-    cov_lb: float = 1.0,
-    cov_ub: float = 5.0,
-    seed: int = 0,
+    x: Tokens, *, clip_low: float, clip_high: float, cov_lb: float, cov_ub: float, clip_cov_ratio: float, seed: int
 ) -> dict[str, float]:
     """Means and the lottery number up to which a token is drawn: at most ``max(1, floor(N ratio))`` are."""
     means = _means(x)
@@ -123,18 +107,17 @@ def clip_cov(
     *,
     clip_low: float,
     clip_high: float,
+    statistic: Mapping[str, float],
     clip_cov_ratio: float = 2e-4,
     cov_lb: float = 1.0,
     cov_ub: float = 5.0,
     seed: int = 0,
-    statistic: Mapping[str, float] | None = None,
 ) -> LossAndFlags:
     """Clip-Cov: PPO in which a share of the tokens with large covariance, drawn at random, gets no gradient.
 
-    The draw depends on the token and ``seed`` only. ``statistic``: as for `kl_cov`.
+    The draw depends on the token and ``seed`` only.
     """
-    cut = {"clip_low": clip_low, "clip_high": clip_high, "cov_lb": cov_lb, "cov_ub": cov_ub}
-    given = statistic or _last_drawn(x, clip_cov_ratio=clip_cov_ratio, seed=seed, **cut)
-    drawn = _drawable(x, given, **cut) & (_lottery(x, seed) <= given["threshold"])
+    drawn = _drawable(x, statistic, clip_low, clip_high, cov_lb, cov_ub)
+    drawn &= _lottery(x, seed) <= statistic["threshold"]
     loss = torch.maximum(*surrogates(x.adv, x.ratio, clip_low, clip_high))
     return torch.where(drawn, torch.zeros_like(loss), loss), {"pg_clipfrac": drawn}

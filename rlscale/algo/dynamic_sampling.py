@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlscale.algo.segments import check_alike
+
 
 def groups_with_contrast(scores: Tensor, group: Tensor) -> Tensor:
-    """Which groups have at least two different finite scores. ``scores``, ``group``: ``[B]`` -> group numbers,
-    ascending.
+    """Groups that have at least two different finite scores. ``scores``, ``group``: ``[B]`` -> numbers, ascending.
 
     Raises:
         ValueError: shapes that disagree.
     """
-    if scores.dim() != 1 or scores.shape != group.shape:
-        raise ValueError(f"scores {tuple(scores.shape)} and group {tuple(group.shape)} must be 1-D of one length")
+    check_alike(scores=scores, group=group)
     names, index = torch.unique(group, return_inverse=True)
     finite = torch.isfinite(scores)
     low = scores.new_full((names.numel(),), torch.inf).scatter_reduce_(0, index[finite], scores[finite], "amin")
@@ -43,15 +43,12 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         if self.wanted < 1 or self.max_rounds < 1:
-            raise ValueError(
-                f"dynamic sampling needs wanted >= 1 and max_rounds >= 1, got {self.wanted}, {self.max_rounds}"
-            )
+            found = f"{self.wanted}, {self.max_rounds}"
+            raise ValueError(f"dynamic sampling needs wanted >= 1 and max_rounds >= 1, got {found}")
 
     def record(self, asked: int, kept: int) -> int:
-        """Count one round; the prompts to ask for in the next, 0 when done (surplus groups are for the caller to cut
-        off).
-
-        The next round asks for what is missing divided by the share kept so far, at most ``wanted`` prompts.
+        """Count one round; the prompts to ask for in the next: what is missing divided by the share kept so far, at
+        most ``wanted``; 0 when done (surplus groups are for the caller to cut off).
 
         Raises:
             ValueError: the rounds are spent and no group at all had contrast.

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlscale.algo.segments import check_alike
+
 
 def _rows(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
@@ -47,14 +49,14 @@ def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor,
     """Weighted sum of the token entropies (subtract it from the loss, times the coefficient) and the metric sums.
 
     All ``[t]``; NaN at masked positions changes nothing.
+
+    Raises:
+        ValueError: shapes that disagree.
     """
-    for what, x in (("mask", mask), ("weights", weights)):
-        if x.shape != entropy.shape:
-            raise ValueError(f"{what} has shape {tuple(x.shape)}, entropy {tuple(entropy.shape)}")
+    check_alike(entropy=entropy, mask=mask, weights=weights)
     valid = mask > 0
-    clean = torch.where(valid, entropy, entropy.new_zeros(()))
-    weight = torch.where(valid, weights, weights.new_zeros(()))
-    return (clean * weight).sum(), {"entropy": clean.detach().sum(), "tokens": valid.sum()}
+    clean = torch.where(valid, entropy, 0.0)
+    return (clean * torch.where(valid, weights, 0.0)).sum(), {"entropy": clean.detach().sum(), "tokens": valid.sum()}
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,5 @@ class EntropySchedule:
     @property
     def used(self) -> bool:
         """Whether the coefficient is ever non-zero: otherwise the entropy need not be computed for the loss."""
-        return (
-            any(c != 0.0 for _, c in self.points)
-            if self.kind == "piecewise"
-            else (self.coeff != 0.0 or (self.kind != "constant" and self.final != 0.0))
-        )
+        reached = {"constant": [self.coeff], "piecewise": [c for _, c in self.points]}
+        return any(reached.get(self.kind, [self.coeff, self.final]))

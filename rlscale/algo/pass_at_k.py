@@ -9,8 +9,8 @@ from math import comb
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of the n samples, drawn without replacement, hold a right one (Chen et al. 2021): ``1 -
-    C(n-c,k)/C(n,k)``.
+    """Probability that k of n samples, drawn without replacement, hold a right one: ``1 - C(n-c,k)/C(n,k)`` (Chen et
+    al. 2021).
 
     Raises:
         ValueError: not ``0 <= correct <= n`` or not ``1 <= k <= n``.
@@ -56,9 +56,7 @@ def majority_score(answers: Sequence[Hashable], scores: Sequence[float]) -> floa
 
 @lru_cache(maxsize=4096)
 def _ways(counts: tuple[int, ...], draws: int, at_most: int) -> tuple[int, ...]:
-    """Ways to draw from the answers, none more than ``at_most`` times, by the number of answers drawn exactly so
-    often.
-    """
+    """Ways to draw from the answers, none more than ``at_most`` times, by the number of answers drawn so often."""
     table = {(0, 0): 1}  # (drawn so far, answers at the limit) -> ways
     for c in counts:
         following: dict[tuple[int, int], int] = {}

@@ -2,13 +2,11 @@
 
 With ``d = log pi - log pi_old``, ``r = exp(d)``, advantage ``A`` and loss weight ``w`` of a token (idea 2 of the
 design: the aggregation mode is in the weights, `rlscale.batch.weights`), every loss is ``sum_t w_t L_t`` and differs
-in ``L_t`` only. Tokens whose mask is 0 are selected away before any arithmetic, NaN and Inf included. ``d`` is
-limited to +-20 where it is exponentiated.
+in ``L_t`` only. Tokens whose mask is 0 are selected away before any arithmetic, NaN and Inf included.
 
 Metrics are sums over policy tokens and carry their denominator, ``tokens``: add them up over micro-batches and ranks,
-then `finish_metrics` divides. Four losses look beyond a token: gspo and geo_mean need whole sequences in a
-micro-batch (they always are); kl_cov and clip_cov (`rlscale.algo.covariance`) choose tokens by a statistic of the
-whole mini-batch, which `prepare` turns into a few numbers that are handed to every micro-batch.
+then `finish_metrics` divides. Four losses look beyond a token: gspo and geo_mean read the whole sequences of a
+micro-batch, kl_cov and clip_cov (`rlscale.algo.covariance`) a statistic of the whole mini-batch (`prepare`).
 """
 
 from __future__ import annotations
@@ -22,8 +20,10 @@ import torch
 from torch import Tensor
 
 from rlscale.algo import covariance as covariance  # registers its losses
+from rlscale.algo.registry import POLICY_LOSSES
 from rlscale.algo.segments import check_shapes
-from rlscale.algo.tokens import LIMIT, POLICY_LOSSES, LossAndFlags, Tokens, clip, surrogates
+from rlscale.algo.tokens import LIMIT, LossAndFlags, Tokens, clip, surrogates
+from rlscale.config.algorithms import Algorithm
 
 _DPPO = "Qi et al. 2026, arXiv:2602.04879"
 _DPPO_BOUNDS = {"div_low": {"min": 0}, "div_high": {"min": 0}, "ratio_cap": {"above": 0}}
@@ -49,11 +49,11 @@ def policy_loss(
     """The named loss of one micro-batch of whole sequences.
 
     Args:
-        logprobs: ``[t]`` of the policy in training (gradient); old_logprobs, advantages, mask, weights, ref_logprobs:
-        ``[t]``; cu_seqlens: ``[b+1]``. clip_low, clip_high: ratio kept within ``[1 - clip_low, 1 + clip_high]``;
-        clip_c: dual clip.
-        is_weights: ``[t]`` importance weights of the sampling policy (`rlscale.algo.correction`), no gradient.
-        statistic: what `prepare` returned for the mini-batch. args: further arguments of this loss.
+        logprobs: ``[t]`` of the policy in training (gradient); cu_seqlens: ``[b+1]``; other tensors: ``[t]``.
+        clip_low, clip_high: ratio kept within ``[1 - clip_low, 1 + clip_high]``; clip_c: dual clip.
+        is_weights: importance weights of the sampling policy (`rlscale.algo.correction`), no gradient.
+        statistic: what `prepare` returned for the mini-batch; without it, the tokens given are the whole mini-batch.
+        args: further arguments of this loss.
 
     Returns:
         The scalar loss, and sums over tokens: ``ppo_kl`` (k1, old || new), ``ppo_k3``, ``ratio``, ``ratio_sq`` and
@@ -63,12 +63,16 @@ def policy_loss(
         ValueError: unknown loss or argument (with the lists), shapes that disagree, or a loss from a path that returns
             something else.
     """
-    x = _tokens(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, {"is_weights": is_weights})
-    common = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c, "statistic": statistic}
+    check_shapes(cu_seqlens, per_token={"weights": weights, "is_weights": is_weights})
+    x = _tokens(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs)
+    clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}
     is_w = None if is_weights is None else x.clean(is_weights.detach())
-    by_sequence = "is_weights" in POLICY_LOSSES.accepts(name)  # the loss itself decides how they enter
-    kwargs = POLICY_LOSSES.arguments(name, {**common, "is_weights": is_w}, args)
-    out = POLICY_LOSSES.find(name).function(x, **kwargs)
+    algorithm = POLICY_LOSSES.find(name)
+    if algorithm.prepare is not None and not statistic:
+        statistic = _statistic(algorithm, x, {**clips, **args})
+    by_sequence = "is_weights" in algorithm.accepts()  # the loss itself decides how they enter
+    kwargs = POLICY_LOSSES.arguments(name, {**clips, "is_weights": is_w, "statistic": statistic}, args)
+    out = algorithm.function(x, **kwargs)
     if not isinstance(out, tuple) or len(out) != 2 or getattr(out[0], "shape", None) != logprobs.shape:
         raise ValueError(f"policy loss {name} must return a tensor [t], the loss of each token, and a dict of metrics")
     per_token, flags = out
@@ -82,21 +86,13 @@ def policy_loss(
     return loss, {**metrics, "tokens": x.valid.sum()}
 
 
-def _tokens(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    ref_logprobs: Tensor | None = None,
-    others: dict[str, Tensor | None] | None = None,
-) -> Tokens:
-    """What a loss reads, with 0 at tokens that do not count, once the shapes are checked (``others``, too)."""
-    named = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "mask": mask}
-    check_shapes(cu_seqlens, per_token={**named, "ref_logprobs": ref_logprobs, **(others or {})})
-    x = Tokens(logprobs, old_logprobs.detach(), advantages.detach(), mask > 0, cu_seqlens)
-    x.logp, x.old, x.adv = x.clean(x.logp), x.clean(x.old), x.clean(x.adv)
-    x.ref = None if ref_logprobs is None else x.clean(ref_logprobs.detach())
+def _tokens(logprobs: Tensor, old: Tensor, adv: Tensor, mask: Tensor, cu: Tensor, ref: Tensor | None = None) -> Tokens:
+    """What a loss reads, with 0 at tokens that do not count, once the shapes are checked."""
+    named = {"logprobs": logprobs, "old_logprobs": old, "advantages": adv, "mask": mask, "ref_logprobs": ref}
+    check_shapes(cu, per_token=named)
+    x = Tokens(logprobs, old, adv, mask > 0, cu)
+    x.logp, x.old, x.adv = x.clean(logprobs), x.clean(old.detach()), x.clean(adv.detach())
+    x.ref = None if ref is None else x.clean(ref.detach())
     return x
 
 
@@ -112,9 +108,8 @@ def prepare(
     clip_high: float = 0.2,
     **args: Any,
 ) -> dict[str, float]:
-    """Numbers of the whole mini-batch that the named loss needs in each micro-batch; empty for most losses.
+    """Numbers of the whole mini-batch that the named loss needs in each micro-batch, as ``statistic``; empty for most.
 
-    Call it once a mini-batch with all its tokens, and hand the result to every `policy_loss` of it as ``statistic``.
     ``logprobs``: of the policy as it is before this update, without gradient: the old ones before the first update
     with a rollout batch, computed anew before any other. All ``[T]``.
     """
@@ -122,9 +117,15 @@ def prepare(
     if algorithm.prepare is None:
         return {}
     x = _tokens(logprobs.detach(), old_logprobs, advantages, mask, cu_seqlens)
-    given = {"clip_low": clip_low, "clip_high": clip_high, **args}
-    accepted = inspect.signature(algorithm.prepare).parameters
-    return dict(algorithm.prepare(x, **{k: v for k, v in given.items() if k in accepted}))
+    return _statistic(algorithm, x, {"clip_low": clip_low, "clip_high": clip_high, **args})
+
+
+def _statistic(algorithm: Algorithm, x: Tokens, given: Mapping[str, Any]) -> dict[str, float]:
+    """What ``prepare`` finds in a mini-batch. It gets the arguments of the loss that it declares, or their defaults."""
+    assert algorithm.prepare is not None
+    values = {name: argument.default for name, argument in algorithm.arguments.items()} | dict(given)
+    declared = inspect.signature(algorithm.prepare).parameters
+    return dict(algorithm.prepare(x, **{k: v for k, v in values.items() if k in declared}))
 
 
 def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
@@ -137,7 +138,8 @@ def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 @POLICY_LOSSES.register(
-    "ppo", "vanilla",
+    "ppo",
+    "vanilla",
     zero_at_zero_advantage=True,
     paper="Schulman et al. 2017, arXiv:1707.06347; Yu et al. 2025, arXiv:2503.14476",
 )
@@ -158,7 +160,8 @@ def ppo(x: Tokens, *, clip_low: float, clip_high: float, clip_c: float | None = 
 
 
 @POLICY_LOSSES.register(
-    "reinforce", "gpg",
+    "reinforce",
+    "gpg",
     zero_at_zero_advantage=True,
     paper="Williams 1992, Machine Learning 8; Chu et al. 2025, arXiv:2504.02546",
 )
@@ -241,10 +244,7 @@ def dppo_tv(x: Tokens, *, div_low: float = 0.2, div_high: float = 0.2, ratio_cap
 
 
 @POLICY_LOSSES.register(
-    "dppo_kl",
-    zero_at_zero_advantage=True,
-    paper=_DPPO,
-    bounds=_DPPO_BOUNDS | {"eps": {"above": 0}},
+    "dppo_kl", zero_at_zero_advantage=True, paper=_DPPO, bounds=_DPPO_BOUNDS | {"eps": {"above": 0}}
 )
 def dppo_kl(
     x: Tokens, *, div_low: float = 0.05, div_high: float = 0.05, ratio_cap: float = 20.0, eps: float = 1e-8

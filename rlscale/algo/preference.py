@@ -10,23 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlscale.algo.registry import Registry
-from rlscale.algo.segments import check_shapes, segment_sum
-
-DPO_LOSSES = Registry("DPO loss")
+from rlscale.algo.registry import DPO_LOSSES
+from rlscale.algo.segments import check_alike, check_shapes, segment_sum
 
 
 def pair_weights(pairs: int, *, num_pairs: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     """``[pairs]``, each ``1 / num_pairs`` (of the whole mini-batch; default: these)."""
     return torch.full((pairs,), 1.0 / max(pairs if num_pairs is None else num_pairs, 1), dtype=dtype)
-
-
-def _check_pairs(**named: Tensor | None) -> None:
-    present = {k: tuple(v.shape) for k, v in named.items() if v is not None}
-    if len(set(present.values())) > 1 or any(len(s) != 1 for s in present.values()):
-        raise ValueError(
-            "pairwise inputs must be 1-D of one length, got " + ", ".join(f"{k} {s}" for k, s in present.items())
-        )
 
 
 def bradley_terry(
@@ -36,11 +26,14 @@ def bradley_terry(
 
     Metric sums: ``accuracy`` (``r_c > r_r``), ``reward_margin``, denominator ``pairs``.
     """
-    _check_pairs(chosen=chosen, rejected=rejected, weights=weights, margin=margin)
+    check_alike(chosen=chosen, rejected=rejected, weights=weights, margin=margin)
     gap = chosen - rejected
     loss = (weights * F.softplus(-(gap if margin is None else gap - margin))).sum()
-    gap = gap.detach()
-    return loss, {"accuracy": (gap > 0).sum(), "reward_margin": gap.sum(), "pairs": torch.tensor(gap.numel())}
+    return loss, _gap_sums(gap.detach())
+
+
+def _gap_sums(gap: Tensor) -> dict[str, Tensor]:
+    return {"accuracy": (gap > 0).sum(), "reward_margin": gap.sum(), "pairs": torch.tensor(gap.numel())}
 
 
 @DPO_LOSSES.register("sigmoid")
@@ -100,7 +93,7 @@ def dpo(
     Raises:
         ValueError: unknown loss, ``beta <= 0``, one length without the other, shapes that disagree.
     """
-    _check_pairs(
+    check_alike(
         policy_chosen=policy_chosen,
         policy_rejected=policy_rejected,
         ref_chosen=ref_chosen,
@@ -119,38 +112,27 @@ def dpo(
         chosen, rejected = chosen / chosen_length.clamp(min=1), rejected / rejected_length.clamp(min=1)
     kwargs = DPO_LOSSES.arguments(name, {"beta": beta, "label_smoothing": label_smoothing}, {})
     loss = (weights * DPO_LOSSES.find(name).function(chosen - rejected, **kwargs)).sum()
-    gap = reward_c - reward_r
-    return loss, {
-        "chosen_reward": reward_c,
-        "rejected_reward": reward_r,
-        "accuracy": (gap > 0).sum(),
-        "reward_margin": gap.sum(),
-        "pairs": torch.tensor(gap.numel()),
-    }
+    return loss, {"chosen_reward": reward_c, "rejected_reward": reward_r, **_gap_sums(reward_c - reward_r)}
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum of the log-probs of each sequence's counted tokens. ``[T]`` -> ``[B]``; masked NaN does not reach it."""
     check_shapes(cu_seqlens, per_token={"logprobs": logprobs, "mask": mask})
-    return segment_sum(torch.where(mask > 0, logprobs, logprobs.new_zeros(())), cu_seqlens)
+    return segment_sum(torch.where(mask > 0, logprobs, 0.0), cu_seqlens)
 
 
 def token_cross_entropy(logprobs: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-sum_t w_t log p_t``: supervised loss of the tokens that count. All ``[t]``, aligned with the *predicted*
-    token.
+    """``-sum_t w_t log p_t`` of the tokens that count. All ``[t]``, aligned with the *predicted* token.
 
     Metric sums ``nll`` with the denominator ``tokens``.
 
     Raises:
         ValueError: shapes that disagree.
     """
-    if not logprobs.shape == mask.shape == weights.shape:
-        raise ValueError(
-            f"logprobs {tuple(logprobs.shape)}, mask {tuple(mask.shape)} and weights {tuple(weights.shape)} differ"
-        )
+    check_alike(logprobs=logprobs, mask=mask, weights=weights)
     valid = mask > 0
-    nll = -torch.where(valid, logprobs, logprobs.new_zeros(()))
-    loss = (nll * torch.where(valid, weights, weights.new_zeros(()))).sum()
+    nll = -torch.where(valid, logprobs, 0.0)
+    loss = (nll * torch.where(valid, weights, 0.0)).sum()
     return loss, {"nll": nll.detach().sum(), "tokens": valid.sum()}
 
 

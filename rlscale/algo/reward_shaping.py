@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from rlscale.algo.kl import kl
-from rlscale.algo.segments import check_shapes, segment_sum
+from rlscale.algo.segments import check_alike, check_shapes, compress, segment_sum
 
 
 def place_rewards(scores: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Each response's score at its last policy token, 0 elsewhere; a response without policy tokens gets none.
+    """Each response's score at its last policy token, 0 elsewhere. ``scores``: ``[B]``, ``mask``: ``[T]`` -> ``[T]`` in
+    the dtype of the scores.
 
-    Where no token is the policy's own, nothing can be learned from the score, and an observation must not carry a
-    reward that no estimator reads: it would only change the sum of rewards that is reported.
-    ``scores``: ``[B]``, ``mask``: ``[T]`` -> ``[T]`` in the dtype of the scores.
+    A response without policy tokens gets none: an observation must not carry a reward that no estimator reads, which
+    would only change the sum of rewards that is reported.
 
     Raises:
         ValueError: one score for several sequences, or any other disagreement of shapes.
     """
     check_shapes(cu_seqlens, per_token={"mask": mask}, per_sequence={"scores": scores})
-    position = torch.arange(mask.numel(), device=mask.device)
-    last = torch.full_like(cu_seqlens[1:], -1)
-    row = torch.repeat_interleave(torch.arange(last.numel(), device=mask.device), cu_seqlens.diff())
-    last.scatter_reduce_(0, row, torch.where(mask > 0, position, -1).to(last.dtype), "amax")
+    at, cu = compress(mask > 0, cu_seqlens)
+    has = cu.diff() > 0
     out = torch.zeros(mask.numel(), dtype=scores.dtype, device=mask.device)
-    has = last >= 0
-    out[last[has]] = scores[has]
+    out[at[cu[1:][has] - 1]] = scores[has]
     return out
 
 
@@ -61,22 +56,18 @@ def kl_in_reward(
         per_token={"token_scores": token_scores, "logprobs": logprobs, "ref_logprobs": ref_logprobs, "mask": mask},
     )
     valid = mask > 0
-    zero = token_scores.new_zeros(())
     with torch.no_grad():
-        per_token = kl(
-            kind, torch.where(valid, logprobs, 0.0), torch.where(valid, ref_logprobs.to(logprobs.dtype), 0.0)
-        )
+        per_token = kl(kind, *(torch.where(valid, x.to(logprobs.dtype), 0.0) for x in (logprobs, ref_logprobs)))
         n = segment_sum(valid.to(per_token.dtype), cu_seqlens)
-        row_mean = segment_sum(per_token, cu_seqlens) / n.clamp(min=1.0)
-        mean_kl = float(row_mean[n > 0].mean()) if bool((n > 0).any()) else 0.0
-        return torch.where(valid, token_scores - beta * per_token.to(token_scores.dtype), zero), mean_kl
+        means = (segment_sum(per_token, cu_seqlens) / n.clamp(min=1.0))[n > 0]
+        mean_kl = float(means.mean()) if means.numel() else 0.0
+        return torch.where(valid, token_scores - beta * per_token.to(token_scores.dtype), 0.0), mean_kl
 
 
 def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, penalty_factor: float = 1.0) -> Tensor:
     """Soft overlong punishment (DAPO, Yu et al. 2025, eq. 13), added to the score of a response.
 
-    0 up to ``max - buffer`` tokens, then falling linearly to ``-penalty_factor`` at ``max``, where it stays. ``[B]``
-    -> ``[B]``.
+    0 up to ``max - buffer`` tokens, then falling linearly to ``-penalty_factor`` from ``max`` on. ``[B]`` -> ``[B]``.
 
     Raises:
         ValueError: ``buffer`` not in ``[1, max_response_length]``.
@@ -97,17 +88,13 @@ def clip_and_scale(
 
 
 def length_reward(lengths: Tensor, scores: Tensor, group: Tensor, *, correct_above: float = 0.5) -> Tensor:
-    """Length-aware reward (Kimi k1.5, section 2.3.3): within a group, shorter is better, and never a bonus for a
-    wrong answer.
+    """Length-aware reward (Kimi k1.5, section 2.3.3): in a group, shorter is better, but no bonus for a wrong answer.
 
     ``lambda = 0.5 - (len - min) / (max - min)`` over the group; a right response (score above ``correct_above``) gets
     ``lambda``, a wrong one ``min(0, lambda)``; 0 where all lengths of the group are equal. Add it, scaled, to the
     scores. All ``[B]``.
     """
-    if not lengths.shape == scores.shape == group.shape:
-        raise ValueError(
-            f"lengths {tuple(lengths.shape)}, scores {tuple(scores.shape)} and group {tuple(group.shape)} differ"
-        )
+    check_alike(lengths=lengths, scores=scores, group=group)
     index = torch.unique(group, return_inverse=True)[1]
     n = lengths.to(torch.promote_types(scores.dtype, torch.float32))
     groups = int(index.max()) + 1 if index.numel() else 0
@@ -122,20 +109,14 @@ def cosine_length_reward(
     correct: Tensor,
     *,
     max_response_length: int,
-    right: Sequence[float] = (2.0, 1.0),
-    wrong: Sequence[float] = (-10.0, 0.0),
+    right: tuple[float, float] = (2.0, 1.0),
+    wrong: tuple[float, float] = (-10.0, 0.0),
     exceed: float = -10.0,
 ) -> Tensor:
-    """Cosine reward (Yeo et al. 2025): from ``(at length 0, at the maximum)`` along half a cosine; ``exceed`` at the
-    maximum.
-
-    ``lengths``: ``[B]`` tokens; ``correct``: ``[B]`` bool -> ``[B]``.
+    """Cosine reward (Yeo et al. 2025): from ``(at length 0, at the maximum)`` along half a cosine; ``exceed`` from the
+    maximum on. ``lengths``: ``[B]`` tokens; ``correct``: ``[B]`` bool -> ``[B]``.
     """
-    share = lengths.float() / max_response_length
-    wave = 0.5 * (1.0 + torch.cos(torch.pi * share))
-
-    def between(ends: Sequence[float]) -> Tensor:
-        return ends[1] + (ends[0] - ends[1]) * wave
-
-    value = torch.where(correct, between(right), between(wrong))
+    wave = 0.5 * (1.0 + torch.cos(torch.pi * (lengths.float() / max_response_length)))
+    if_right, if_wrong = (at_max + (at_0 - at_max) * wave for at_0, at_max in (right, wrong))
+    value = torch.where(correct, if_right, if_wrong)
     return torch.where(lengths >= max_response_length, torch.full_like(value, exceed), value)

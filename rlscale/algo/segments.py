@@ -1,7 +1,6 @@
 """Arithmetic on flat tokens cut into sequences by ``cu_seqlens``: sums, broadcasts and first-order recurrences.
 
-A flat batch has ``T`` tokens of ``B`` sequences; sequence ``i`` is ``[cu_seqlens[i], cu_seqlens[i+1])``. Nothing here
-pads, and nothing depends on how the sequences are ordered or divided, except through the rounding of sums.
+A flat batch has ``T`` tokens of ``B`` sequences; sequence ``i`` is ``[cu_seqlens[i], cu_seqlens[i+1])``.
 """
 
 from __future__ import annotations
@@ -24,14 +23,22 @@ def check_shapes(
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"cu_seqlens must be 1-D with at least one entry, got shape {tuple(cu_seqlens.shape)}")
     tokens, sequences = int(cu_seqlens[-1]), cu_seqlens.numel() - 1
-    for name, x in per_token.items():
-        if x is not None and tuple(x.shape) != (tokens,):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, but there are {tokens} tokens ([{tokens}] is needed)")
-    for name, x in (per_sequence or {}).items():
-        if x is not None and tuple(x.shape) != (sequences,):
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, but there are {sequences} sequences (one entry for each is needed)"
-            )
+    for named, size, of in ((per_token, tokens, "tokens"), (per_sequence or {}, sequences, "sequences")):
+        for name, x in named.items():
+            if x is not None and tuple(x.shape) != (size,):
+                raise ValueError(f"{name} has shape {tuple(x.shape)}, but there are {size} {of} ([{size}] is needed)")
+
+
+def check_alike(**named: Tensor | None) -> None:
+    """All are 1-D of one length; ``None`` is skipped.
+
+    Raises:
+        ValueError: names the tensors and their shapes.
+    """
+    shapes = {name: tuple(x.shape) for name, x in named.items() if x is not None}
+    if len({*shapes.values()}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        found = ", ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
+        raise ValueError(f"inputs must be 1-D of one length, not of different shapes: {found}")
 
 
 def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -44,8 +51,7 @@ def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 def row_sums(x: Tensor, valid: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum over the valid tokens of each sequence in float64, without gradient. ``x``, ``valid``: ``[T]`` -> ``[B]``.
 
-    In numpy on the CPU, which is several times faster here. Where most values are 0, as rewards are but at the end of
-    a response, only the others are looked at.
+    numpy is several times faster on the CPU. Where most values are 0, as rewards are, only the others are looked at.
     """
     if x.device.type != "cpu" or x.numel() == 0:
         return segment_sum(torch.where(valid, x.detach().double(), 0.0), cu_seqlens)
@@ -73,7 +79,7 @@ def row_counts(valid: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def any_valid(valid: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Whether a sequence has a valid token. ``[T]`` bool -> ``[B]`` bool."""
+    """Which sequences have a valid token (10 times faster than a count). ``[T]`` bool -> ``[B]`` bool."""
     if valid.device.type != "cpu" or valid.numel() == 0:
         return segment_sum(valid.double(), cu_seqlens) > 0
     out = cu_seqlens.diff().numpy() > 0
@@ -95,15 +101,10 @@ def positive(mask: Tensor) -> Tensor:
 
 
 def spread(row: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Value of its sequence at each token. ``row``: ``[B]`` -> ``[T]``."""
+    """Value of its sequence at each token. ``[B]`` -> ``[T]``."""
     if row.device.type == "cpu" and not row.requires_grad:
         return torch.from_numpy(np.repeat(row.numpy(), cu_seqlens.diff().numpy()))
     return torch.repeat_interleave(row, cu_seqlens.diff(), output_size=int(cu_seqlens[-1]))
-
-
-def masked_sum(x: Tensor, valid: Tensor) -> Tensor:
-    """Scalar sum over valid tokens; whatever stands at the others (NaN included) reaches neither value nor gradient."""
-    return torch.where(valid, x, x.new_zeros(())).sum()
 
 
 def compress(valid: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,30 +115,27 @@ def compress(valid: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reverse_scan(x: Tensor, decay: float, cu_seqlens: Tensor) -> Tensor:
-    """``y_t = x_t + decay * y_{t+1}`` within each sequence (0 beyond its end), in a few passes over memory.
-
-    The stream is cut into blocks of 32 tokens that are scanned side by side; the carries between blocks are the same
-    recurrence, 32 times shorter. ``x``: ``[T]`` -> ``[T]``.
-    """
-    if decay == 0.0 or x.numel() == 0:
+    """``y_t = x_t + decay * y_{t+1}`` within each sequence (0 beyond its end). ``x``: ``[T]`` -> ``[T]``."""
+    if decay == 0.0:
         return x.clone()
     coefficient = torch.full_like(x, decay)
-    ends = cu_seqlens[1:][cu_seqlens.diff() > 0] - 1
-    coefficient[ends] = 0.0
+    coefficient[cu_seqlens[1:][cu_seqlens.diff() > 0] - 1] = 0.0
     return _scan(coefficient.flip(0), x.flip(0)).flip(0)
 
 
 def cumulative(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Running sum within each sequence, this token included. ``[T]`` -> ``[T]``."""
-    if x.numel() == 0:
-        return x.clone()
     coefficient = torch.ones_like(x)
     coefficient[cu_seqlens[:-1][cu_seqlens.diff() > 0]] = 0.0
     return _scan(coefficient, x)
 
 
 def _scan(c: Tensor, x: Tensor) -> Tensor:
-    """``y_t = x_t + c_t y_{t-1}``, ``y_{-1} = 0``. ``[n]`` -> ``[n]``."""
+    """``y_t = x_t + c_t y_{t-1}``, ``y_{-1} = 0``. ``[n]`` -> ``[n]``.
+
+    The stream is cut into blocks of 32 tokens that are scanned side by side; the carries between blocks are the same
+    recurrence, 32 times shorter: a few passes over memory.
+    """
     n = x.numel()
     if n <= _BLOCK:
         y = x.tolist()

@@ -1,4 +1,4 @@
-"""What a policy loss reads and how it registers: `rlscale.algo.policy_loss` calls it, on one micro-batch of sequences.
+"""What a policy loss reads: one micro-batch of sequences.
 
 A loss is a function of `Tokens` and keyword arguments that returns the loss of each token ``[t]``, without its weight,
 and per-token metrics.
@@ -11,21 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlscale.algo.registry import Registry
 from rlscale.algo.segments import segment_sum, spread
 
-POLICY_LOSSES = Registry(
-    "policy loss",
-    key="actor.policy_loss",
-    args_key="actor.policy_loss_args",
-    common={
-        "clip_low": "actor.clip_ratio_low",
-        "clip_high": "actor.clip_ratio_high",
-        "clip_c": "actor.clip_ratio_c",
-        "is_weights": "the run",
-        "statistic": "the run",
-    },
-)
 LIMIT = 20.0  # of a log-ratio where it is exponentiated
 
 
@@ -50,12 +37,12 @@ class Tokens:
 
     def clean(self, x: Tensor) -> Tensor:
         """``x`` in the dtype of the log-probs, 0 at tokens that do not count. ``[t]`` -> ``[t]``."""
-        return torch.where(self.valid, x.to(self.logp.dtype), self.logp.new_zeros(()))
+        return torch.where(self.valid, x.to(self.logp.dtype), 0.0)
 
     def row_mean(self, x: Tensor) -> Tensor:
         """Mean over the policy tokens of its sequence, at each token. ``[t]`` -> ``[t]``."""
         n = segment_sum(self.valid.to(x.dtype), self.cu).clamp(min=1.0)
-        return spread(segment_sum(torch.where(self.valid, x, x.new_zeros(())), self.cu) / n, self.cu)
+        return spread(segment_sum(torch.where(self.valid, x, 0.0), self.cu) / n, self.cu)
 
 
 LossAndFlags = tuple[Tensor, dict[str, Tensor]]  # L [t], per-token metrics [t]

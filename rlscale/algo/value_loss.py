@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlscale.algo.segments import check_alike
+
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor, clip: float | None = None
@@ -22,17 +24,12 @@ def value_loss(
     Raises:
         ValueError: shapes that disagree.
     """
-    for name, x in (("old_values", old_values), ("returns", returns), ("mask", mask), ("weights", weights)):
-        if x.shape != values.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, values {tuple(values.shape)}")
+    check_alike(values=values, old_values=old_values, returns=returns, mask=mask, weights=weights)
     valid = mask > 0
-    zero = values.new_zeros(())
-    v, v_old, target = (
-        torch.where(valid, x, zero) for x in (values, old_values.to(values.dtype), returns.to(values.dtype))
-    )
+    v, v_old, target = (torch.where(valid, x.to(values.dtype), 0.0) for x in (values, old_values, returns))
     error = (v - target).square()
     clipped = error if clip is None else (torch.clamp(v, v_old - clip, v_old + clip) - target).square()
-    loss = 0.5 * (torch.maximum(error, clipped) * torch.where(valid, weights, weights.new_zeros(()))).sum()
+    loss = 0.5 * (torch.maximum(error, clipped) * torch.where(valid, weights, 0.0)).sum()
     metrics = {"vf_clipfrac": (clipped > error).sum(), "value": v.detach().sum(), "tokens": valid.sum()}
     return loss, metrics
 

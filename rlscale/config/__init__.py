@@ -4,9 +4,7 @@ Imports nothing but PyYAML and the standard library, so that a faulty file is re
 """
 
 from rlscale.config.load import ConfigError, load, read, save, to_dict
-from rlscale.config.schema import Config
-from rlscale.config.validate import ModelSizes, Violation, check, find_violations
+from rlscale.config.schema import Config, Violation
+from rlscale.config.validate import find_violations
 
-__all__ = [
-    "Config", "ConfigError", "ModelSizes", "Violation", "check", "find_violations", "load", "read", "save", "to_dict",
-]  # fmt: skip
+__all__ = ["Config", "ConfigError", "Violation", "find_violations", "load", "read", "save", "to_dict"]

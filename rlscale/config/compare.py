@@ -39,18 +39,16 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path) -
             f"{path} is of another run:\n  " + "\n  ".join(lines) + "\nto start a new run from its weights, export "
             "them (rlscale export) and set model.path to the export"
         )
-    layout = sorted(key for key in changed if key.startswith(LAYOUT_KEYS) and key not in NOT_LAYOUT)
-    messages = []
-    if layout:
-        messages.append("resuming with another layout, budget or length: " + _changes(layout, before, after))
-    others = sorted(changed - set(layout))
-    if others:
-        messages.append("WARNING: resuming with other settings than before: " + _changes(others, before, after))
-    return messages
-
-
-def _changes(keys: list[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {_show(before[key])} -> {_show(after[key])}" for key in keys)
+    layout = {key for key in changed if key.startswith(LAYOUT_KEYS) and key not in NOT_LAYOUT}
+    said = {
+        "resuming with another layout, budget or length: ": layout,
+        "WARNING: resuming with other settings than before: ": changed - layout,
+    }
+    return [
+        text + ", ".join(f"{key} {_show(before[key])} -> {_show(after[key])}" for key in sorted(keys))
+        for text, keys in said.items()
+        if keys
+    ]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,31 +1,31 @@
 """Which parallel layouts the engine supports, and why it refuses the others: the one place that decides.
 
-A layout is refused before anything is started, in a message that names the key. What is not refused here equals one
-process with transformers and AdamW: `tools/parity.py` holds the list of layouts it was shown for, runs it, and writes
-the README's table from it. Imports nothing heavy, because the configuration is checked with it.
+What is not refused here equals one process with transformers and AdamW: `tools/parity.py` holds the list of layouts it
+was shown for, runs it, and writes the README's table from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from rlscale.config.schema import ParallelConfig
-
-
-class Refusal(NamedTuple):
-    """Why a layout cannot run: ``keys`` (dotted paths) that take part, a line for the user, a few words for a table."""
-
-    keys: tuple[str, ...]
-    message: str
-    reason: str
+from rlscale.config.schema import ParallelConfig, Violation
 
 
-class Shapes(Protocol):
+class ModelSizes(Protocol):
     """What is asked about a model (`rlscale.model.arch.ModelSpec` answers)."""
 
     @property
     def tied(self) -> bool: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
 
     def violations(self, key: str, tp: int, pp: int, sp: int = 1, ep: int = 1) -> list[str]: ...
 
@@ -34,10 +34,10 @@ def refusals(
     role: str,
     layout: ParallelConfig,
     world: int | None = None,
-    spec: Shapes | None = None,
+    spec: ModelSizes | None = None,
     *,
     own_head: bool = False,
-) -> list[Refusal]:
+) -> list[Violation]:
     """Everything that speaks against a layout; empty if it is supported.
 
     Args:
@@ -51,18 +51,16 @@ def refusals(
     tied = spec is not None and spec.tied and not own_head
     found = [*_world(key, layout, world), *_zero(key, layout, tied)]
     if spec is not None:
-        sizes = {
-            "tensor_model_parallel_size": layout.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
-            "ulysses_sequence_parallel_size": layout.ulysses_sequence_parallel_size,
-            "expert_model_parallel_size": layout.expert_model_parallel_size,
-        }
-        keys = tuple(f"{key}.{name}" for name in sizes)
-        found += [Refusal(keys, message, "does not fit the model") for message in spec.violations(key, *sizes.values())]
+        names = [
+            f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "ulysses_sequence", "expert_model")
+        ]
+        messages = spec.violations(key, *(getattr(layout, name) for name in names))
+        keys = tuple(f"{key}.{name}" for name in names)
+        found += [Violation(keys, message, "does not fit the model") for message in messages]
     return found
 
 
-def _world(key: str, layout: ParallelConfig, world: int | None) -> Iterator[Refusal]:
+def _world(key: str, layout: ParallelConfig, world: int | None) -> Iterator[Violation]:
     """Sizes that do not fit together or into the world."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     sp = layout.ulysses_sequence_parallel_size
@@ -73,7 +71,7 @@ def _world(key: str, layout: ParallelConfig, world: int | None) -> Iterator[Refu
         if sp > 1:
             what, sizes, product = f"{what} x Ulysses", f"{sizes} x {sp}", product * sp
         set_by = [name for name, size in ((tp_key, tp), (pp_key, pp), (sp_key, sp)) if size > 1]
-        yield Refusal(
+        yield Violation(
             (tp_key, pp_key, sp_key),
             f"{' and '.join(set_by)}: {what} = {sizes} = {product} does not divide the {world} processes of this run; "
             f"{what} could be {listed(divisors(world), product)}, or start a multiple of {product} processes",
@@ -81,7 +79,7 @@ def _world(key: str, layout: ParallelConfig, world: int | None) -> Iterator[Refu
         )
     ep, ep_key = layout.expert_model_parallel_size, f"{key}.expert_model_parallel_size"
     if ep not in (1, tp):
-        yield Refusal(
+        yield Violation(
             (ep_key, tp_key),
             f"{ep_key} is {ep}: it must be 1 (each expert is split over the tensor-parallel ranks) or {tp_key} {tp} "
             "(each rank holds whole experts); with another size experts would need data-parallel groups of their own, "
@@ -89,38 +87,38 @@ def _world(key: str, layout: ParallelConfig, world: int | None) -> Iterator[Refu
             "experts would need data-parallel groups of their own",
         )
     if layout.sequence_parallel and tp == 1:
-        yield Refusal(
+        yield Violation(
             (f"{key}.sequence_parallel", tp_key),
-            f"{key}.sequence_parallel splits what tensor parallelism leaves "
-            f"whole and needs {tp_key} > 1, not 1; set one or the other",
+            f"{key}.sequence_parallel splits what tensor parallelism leaves whole and needs {tp_key} > 1, not 1; "
+            "set one or the other",
             "needs TP > 1",
         )
 
 
-def _zero(key: str, layout: ParallelConfig, tied: bool) -> Iterator[Refusal]:
+def _zero(key: str, layout: ParallelConfig, tied: bool) -> Iterator[Violation]:
     """What a ZeRO stage cannot do."""
     pp, stage = layout.pipeline_model_parallel_size, layout.zero_stage
     pp_key, zero_key = f"{key}.pipeline_model_parallel_size", f"{key}.zero_stage"
     if stage == 0:
-        yield Refusal(
+        yield Violation(
             (zero_key,),
             f"{zero_key} is 0: the engine reads accumulated gradients where ZeRO keeps them; use 1, which computes the "
             "same and needs less memory",
             "ZeRO-1 computes the same in less memory",
         )
     if stage == 3 and pp > 1:
-        yield Refusal(
+        yield Violation(
             (zero_key, pp_key),
             f"{zero_key} is 3 with {pp_key} {pp}: ZeRO-3 compares over the whole world, inside the forward pass, which "
             "weights it gathers, and pipeline stages gather different ones, at different times; use zero_stage 1 or 2",
             "ZeRO-3 compares over all ranks which weights it gathers, and stages gather different ones",
         )
     if stage == 2 and pp > 1 and tied:
-        yield Refusal(
+        yield Violation(
             (zero_key, pp_key),
-            f"{zero_key} is 2 with {pp_key} {pp}, and the model's input and output embeddings are "
-            "tied: the gradient of the shared weight lives on two stages and ZeRO-2 has partitioned it before they "
-            "can be added; use zero_stage 1",
+            f"{zero_key} is 2 with {pp_key} {pp}, and the model's input and output embeddings are tied: the gradient "
+            "of the shared weight lives on two stages and ZeRO-2 has partitioned it before they can be added; use "
+            "zero_stage 1",
             "gradient of the tied weight is partitioned too early",
         )
 

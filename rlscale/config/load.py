@@ -4,12 +4,13 @@ A file holds the keys of `rlscale.config.schema` and, optionally, ``base: other.
 hold differences only. Mappings are merged key by key, anything else is replaced. An override is ``section.key=value``
 with the value in YAML; list elements are reached by number (``data.train.0.size=64``).
 
-Scalars are those of `rlscale.config.yaml12`. Types are exact: a bool is no int, a float with an integral value is no
-int; a float field takes ints and numeric strings.
+Types are exact: a bool is no int, a float with an integral value is no int; a float field takes ints and numeric
+strings.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
@@ -17,14 +18,14 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union
 
 import yaml
 
-from rlscale.config.schema import BOUNDS, TYPE_NAMES, Config, show
-from rlscale.config.validate import Violation
+from rlscale.config.schema import TYPE_NAMES, Config, Violation, outside, show
 from rlscale.config.yaml12 import Dumper, parse_yaml
 
 
@@ -54,27 +55,25 @@ def read(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tuple[C
     """The configuration, and what is wrong with it key by key: unknown keys, wrong types, values out of bounds. A value
     that could not be read is replaced by its default.
 
-    Args:
-        path: YAML file.
-        overrides: ``section.key=value`` each.
-
     Raises:
         ConfigError: a file cannot be read; whatever else could be said follows from its absence.
     """
     reader = _Reader()
-    tree = to_dict(Config())
-    reader.merge(tree, reader.read(Path(path)))
+    reader.read(Path(path))
     if reader.violations:
         raise ConfigError([v.message for v in reader.violations])
     for override in overrides:
-        reader.override(tree, override)
-    config = reader.build(Config, tree, "")
-    return config, reader.violations
+        reader.override(override)
+    return reader.build(Config, reader.tree, ""), reader.violations
 
 
 def unrelated(contradictions: Sequence[Violation], misread: Sequence[Violation]) -> list[Violation]:
     """Those that do not follow from a value that could not be read and was replaced by its default."""
-    return [v for v in contradictions if not any(_related(a, b) for a in v.keys for w in misread for b in w.keys)]
+    wrong = [f"{key}." for v in misread for key in v.keys]  # the same key, one above it or one below
+    follows = {
+        v for v in contradictions for a in v.keys for b in wrong if f"{a}.".startswith(b) or b.startswith(f"{a}.")
+    }
+    return [v for v in contradictions if v not in follows]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -92,78 +91,67 @@ class _Reader:
     """One reading of a configuration: collects violations and remembers which file or override set which key."""
 
     def __init__(self) -> None:
+        self.tree = to_dict(Config())
         self.violations: list[Violation] = []
         self.origin: dict[str, str] = {}
 
     def say(self, key: str, message: str, origin: str | None = None) -> None:
-        origin = origin if origin is not None else self._origin(key)
+        above = key
+        while origin is None:
+            origin = self.origin.get(above) if above else ""
+            above = above.rpartition(".")[0]
         self.violations.append(Violation((key,), f"{origin}: {message}" if origin else message))
-
-    def _origin(self, key: str) -> str:
-        while key:
-            if key in self.origin:
-                return self.origin[key]
-            key = key.rpartition(".")[0]
-        return ""
 
     # ---- files
 
-    def read(self, path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
-        """The tree of a file, its bases merged in."""
+    def read(self, path: Path, children: tuple[Path, ...] = ()) -> None:
+        """Merge a file, after its bases, into the tree."""
         tree = self._parse(path, children)
         base = tree.pop("base", None)
-        if base is None:
-            return _Sourced.wrap(tree, str(path))
-        if not isinstance(base, str):
+        if base is not None and not isinstance(base, str):
             self.say("base", f"base must be the name of a YAML file, not {show(base)}", str(path))
-            return _Sourced.wrap(tree, str(path))
-        below = path.parent / base
-        if below.resolve() in [p.resolve() for p in (*children, path)]:
-            self.say("base", f"base: {base} leads back to a file that is being read", str(path))
-            return _Sourced.wrap(tree, str(path))
-        merged = self.read(below, (*children, path))
-        _merge_sourced(merged, _Sourced.wrap(tree, str(path)))
-        return merged
+        elif base is not None:
+            below = path.parent / base
+            if below.resolve() in [p.resolve() for p in (*children, path)]:
+                self.say("base", f"base: {base} leads back to a file that is being read", str(path))
+            else:
+                self.read(below, (*children, path))
+        self._merge(self.tree, tree, str(path))
 
     def _parse(self, path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
         named_by = f" (base of {children[-1]})" if children else ""
         try:
             tree = parse_yaml(path.read_text(encoding="utf-8"))
+            if tree is None or isinstance(tree, dict):
+                return tree or {}
+            problem = f"{path}: must hold a mapping of keys, not {show(tree)}"
         except FileNotFoundError:
             near = difflib.get_close_matches(path.name, _yaml_files(path.parent), 1)
             hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-            self.say("", f"no such configuration file: {path}{named_by}{hint}", "")
-            return {}
+            problem = f"no such configuration file: {path}{named_by}{hint}"
         except (OSError, UnicodeDecodeError) as error:
-            self.say("", f"{path}{named_by} cannot be read: {error}", "")
-            return {}
+            problem = f"{path}{named_by} cannot be read: {error}"
         except yaml.YAMLError as error:
-            self.say("", f"{path}{_where(error)}: {_problem(error)}", "")
-            return {}
-        if tree is None:
-            return {}
-        if not isinstance(tree, dict):
-            self.say("", f"{path}: must hold a mapping of keys, not {show(tree)}", "")
-            return {}
-        return tree
+            mark = getattr(error, "problem_mark", None)
+            problem = f"{path}{f', line {mark.line + 1}' if mark else ''}: {_problem(error)}"
+        self.say("", problem, "")
+        return {}
 
-    def merge(self, tree: dict[str, Any], other: dict[str, Any], prefix: str = "") -> None:
-        """Merge a sourced tree into a plain one, in place, and note origins."""
-        for key, node in other.items():
+    def _merge(self, tree: dict[str, Any], other: dict[str, Any], origin: str, prefix: str = "") -> None:
+        """Merge a file's tree into another, in place, and note where each key is from."""
+        for key, value in other.items():
             path = f"{prefix}{key}"
-            value = node
-            if isinstance(node, _Sourced):
-                self.origin[path] = node.name
-                value = node.value
             if isinstance(value, dict) and isinstance(tree.get(key), dict):
-                self.merge(tree[key], value, f"{path}.")
+                self.origin.setdefault(path, origin)
+                self._merge(tree[key], value, origin, f"{path}.")
             else:
-                tree[key] = _plain(value)
+                self.origin[path] = origin
+                tree[key] = deepcopy(value)  # an alias in the file is the same object elsewhere
 
     # ---- overrides
 
-    def override(self, tree: dict[str, Any], text: str) -> None:
-        """Apply one ``key=value`` to the tree, in place."""
+    def override(self, text: str) -> None:
+        """Apply one ``key=value`` to the tree."""
         key, equals, raw = text.partition("=")
         key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
         origin = f"override {text!r}"
@@ -175,29 +163,25 @@ class _Reader:
         except yaml.YAMLError as error:
             self.say(key, f"value is not valid YAML: {_problem(error)}", origin)
             return
-        at: Any = tree
-        *parents, last = key.split(".")
-        for depth, name in enumerate([*parents, last]):
+        at: Any = self.tree
+        names = key.split(".")
+        for depth, name in enumerate(names, 1):
+            index: Any = name
+            where = ".".join(names[: depth - 1])
             if isinstance(at, list):
                 if not name.isdigit() or int(name) >= len(at):
-                    where = ".".join(key.split(".")[:depth])
                     self.say(key, f"{where} is a list of {len(at)}; {name!r} is not the number of an element", origin)
                     return
-                index: Any = int(name)
-            elif isinstance(at, dict):
-                index = name
-            else:
-                where = ".".join(key.split(".")[:depth])
+                index = int(name)
+            elif not isinstance(at, dict):
                 self.say(key, f"unknown key {key!r}: {where} holds a value, not a section", origin)
                 return
-            if depth == len(parents):
+            if depth == len(names):
                 at[index] = value
             elif isinstance(at, dict) and index not in at:
                 at[index] = {}
-                self.origin[".".join(key.split(".")[: depth + 1])] = origin
-                at = at[index]
-            else:
-                at = at[index]
+                self.origin[".".join(names[:depth])] = origin
+            at = at[index]
         self.origin = {k: v for k, v in self.origin.items() if not k.startswith(f"{key}.")}
         self.origin[key] = origin
 
@@ -251,10 +235,8 @@ class _Reader:
     def scalar(self, tp: type, value: Any, path: str) -> Any:
         """``value`` as bool, int, float or str; a mismatch is noted."""
         if tp is float and isinstance(value, int | str) and not isinstance(value, bool):
-            try:
+            with contextlib.suppress(ValueError, OverflowError):
                 value = float(value)
-            except (ValueError, OverflowError):
-                pass
         if type(value) is not tp:
             hint = f"; write {int(value)}" if tp is int and isinstance(value, float) and value == int(value) else ""
             self.say(path, f"{path} must be {TYPE_NAMES[tp]}, not {show(value)}{hint}")
@@ -264,50 +246,13 @@ class _Reader:
 
     def bounds(self, f: Field[Any], value: Any, path: str) -> None:
         """Note a value outside the field's choices or bounds."""
-        meta = f.metadata
-        if "choices" in meta and value not in meta["choices"]:
-            near = difflib.get_close_matches(str(value), [str(c) for c in meta["choices"]], 1)
-            listed = ", ".join("null" if c is None else str(c) for c in meta["choices"])
+        choices = ["null" if c is None else str(c) for c in f.metadata.get("choices", ())]
+        if choices and value not in f.metadata["choices"]:
+            near = difflib.get_close_matches(str(value), choices, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            self.say(path, f"{path} must be one of {listed}, not {show(value)}{hint}")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return
-        for name, (words, holds) in BOUNDS.items():
-            if name in meta and not holds(value, meta[name]):
-                self.say(path, f"{path} must be {words} {meta[name]}, not {value}")
-
-
-class _Sourced:
-    """A value of a file's tree together with the name of the file."""
-
-    def __init__(self, value: Any, name: str) -> None:
-        self.value = value
-        self.name = name
-
-    @classmethod
-    def wrap(cls, tree: dict[str, Any], name: str) -> dict[str, Any]:
-        return {k: cls(cls.wrap(v, name) if isinstance(v, dict) else v, name) for k, v in tree.items()}
-
-
-def _merge_sourced(tree: dict[str, Any], other: dict[str, Any]) -> None:
-    """Merge the child's tree into its base's, in place."""
-    for key, node in other.items():
-        below = tree.get(key)
-        if below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
-            _merge_sourced(below.value, node.value)
-        else:
-            tree[key] = node
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, _Sourced):
-        return _plain(value.value)
-    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def _related(a: str, b: str) -> bool:
-    """True where one key is the other or a part of it."""
-    return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
+            self.say(path, f"{path} must be one of {', '.join(choices)}, not {show(value)}{hint}")
+        for message in outside(path, value, f.metadata):
+            self.say(path, message)
 
 
 def _paths(cls: type, prefix: str = "") -> Iterator[str]:
@@ -333,11 +278,6 @@ def _nearest(key: str, path: str, prefix: str, siblings: list[str]) -> str:
 
 def _yaml_files(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")) if folder.is_dir() else []
-
-
-def _where(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f", line {mark.line + 1}" if mark else ""
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -34,13 +34,12 @@ Written by `python -m rlscale.config.reference`: change the schema, not this fil
 
 def reference() -> str:
     """The text of yamls/reference.yaml."""
-    lines = [*_comment(HEAD, ""), "", *_section(Config, Config(), "")]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*_comment(HEAD, ""), "", *_section(Config(), "")]) + "\n"
 
 
 def table(prefix: str = "") -> list[tuple[str, str, str]]:
     """Rows (dotted key, default, help) of all keys below a section, for documentation."""
-    return list(_rows(Config, Config(), "", prefix))
+    return [row for row in _rows(Config(), "") if row[0].startswith(prefix)]
 
 
 def page(text: str) -> str:
@@ -65,51 +64,39 @@ def page(text: str) -> str:
     return "\n".join([head + mark, *lines, TABLE_END + tail])
 
 
-def _rows(cls: type, values: Any, path: str, prefix: str) -> Iterator[tuple[str, str, str]]:
-    for f in fields(cls):
-        key, value = f"{path}{f.name}", getattr(values, f.name)
+def _rows(section: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    for f in fields(section):
+        value = getattr(section, f.name)
         if is_dataclass(value):
-            yield from _rows(type(value), value, f"{key}.", prefix)
-        elif key.startswith(prefix):
-            yield key, _scalar(value), f.metadata["help"] + _limits(f)
+            yield from _rows(value, f"{path}{f.name}.")
+        else:
+            yield f"{path}{f.name}", _scalar(value), f.metadata["help"] + _limits(f)
 
 
-def _section(cls: type, values: Any, indent: str) -> Iterator[str]:
-    hints = typing.get_type_hints(cls)
-    for f in fields(cls):
-        value = getattr(values, f.name)
+def _section(section: Any, indent: str) -> Iterator[str]:
+    hints = typing.get_type_hints(type(section))
+    for f in fields(section):
+        value = getattr(section, f.name)
         if is_dataclass(value):
             if not indent:
                 yield ""
             yield from _comment(f.metadata["help"], indent)
             yield f"{indent}{f.name}:"
-            yield from _section(type(value), value, indent + "  ")
+            yield from _section(value, indent + "  ")
             continue
         yield from _comment(f.metadata["help"] + _limits(f), indent)
         yield f"{indent}{f.name}: {_scalar(value)}"
-        item = typing.get_args(hints[f.name])
-        if typing.get_origin(hints[f.name]) is list and is_dataclass(item[0]):
-            example = list(_section(typing.cast(type, item[0]), typing.cast(type, item[0])(), "    "))
-            keys = [line for line in example if not line.lstrip().startswith("#")]
-            comments = {
-                k: f.metadata["help"] + _limits(f)
-                for k, f in zip(keys, fields(typing.cast(type, item[0])), strict=True)
-            }
-            for i, line in enumerate(keys):
-                shown = f"{indent}{'-' if i == 0 else ' '} {line.strip()}"
-                yield f"{indent}# {shown[len(indent) :]:<24} # {comments[line]}"
+        (item, *_) = typing.get_args(hints[f.name]) or (None,)
+        if isinstance(value, list) and is_dataclass(item):
+            for i, (key, default, meaning) in enumerate(_rows(typing.cast(Any, item)(), "")):
+                shown = f"{' ' if i else '-'} {key}: {default}"
+                yield f"{indent}# {shown:<24} # {meaning}"
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:
+    wrapper = textwrap.TextWrapper(WIDTH, f"{indent}# ", f"{indent}# ", break_long_words=False, break_on_hyphens=False)
     for paragraph in text.split("\n"):
-        yield from textwrap.wrap(
-            paragraph,
-            WIDTH,
-            initial_indent=f"{indent}# ",
-            subsequent_indent=f"{indent}# ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield from wrapper.wrap(paragraph)
 
 
 def _limits(f: Field[Any]) -> str:

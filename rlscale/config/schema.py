@@ -1,16 +1,15 @@
 """The configuration of a run: one dataclass per component, one documented field per key.
 
-Every key of a YAML file is a field here, and every field has its help text and unit in ``metadata["help"]``: the
-reference table of the README and ``yamls/reference.yaml`` are checked against this module. Names follow veRL where the
-thing is the same. Nothing is validated here; `rlscale.config.load` reads files and `rlscale.config.validate` reports
-every violation at once.
+Every key of a YAML file is a field here, with its help text and unit in ``metadata["help"]``: the tables of the README
+and of docs/configuration.md and ``yamls/reference.yaml`` are made from them. Names follow veRL where the thing is the
+same. `rlscale.config.load` reads files and `rlscale.config.validate` reports every violation at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 #: in messages: what a value of a type is called, and what a bound says and means
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
@@ -23,15 +22,32 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def opt(default: Any, help: str, **constraints: Any) -> Any:
-    """A documented field. ``constraints``: ``choices`` (tuple), ``min``/``max`` (inclusive), ``above``/``below``
-    (exclusive).
-    """
+    """A documented field. ``constraints``: ``choices`` (tuple), and the bounds of `BOUNDS`."""
     meta = {"help": help, **constraints}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=meta)
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=meta)
+    if isinstance(default, list | dict | type):
+        return field(default_factory=default if isinstance(default, type) else default.copy, metadata=meta)
     return field(default=default, metadata=meta)
+
+
+class Violation(NamedTuple):
+    """One thing that is wrong: ``keys`` (dotted paths) that take part in it, the line that tells the user, and for a
+    layout that cannot run a few words for a table.
+    """
+
+    keys: tuple[str, ...]
+    message: str
+    reason: str = ""
+
+
+def outside(key: str, value: Any, bounds: Mapping[str, Any]) -> list[str]:
+    """What to say about a number outside of its bounds; nothing about another value, or another word in ``bounds``."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return []
+    return [
+        f"{key} must be {words} {bounds[name]}, not {value}"
+        for name, (words, holds) in BOUNDS.items()
+        if name in bounds and not holds(value, bounds[name])
+    ]
 
 
 def show(value: Any) -> str:
@@ -50,7 +66,7 @@ def show(value: Any) -> str:
 @dataclass
 class TrainerConfig:
     run_dir: str = opt(
-        "runs/default", "folder of the run: config, metrics, events, rollouts, plots, checkpoints, export"
+        "runs/default", "the run's folder: config, metrics, events, rollouts, plots, checkpoints, export"
     )
     seed: int = opt(1, "seed of initialisation, shuffling and sampling", min=0)
     deterministic: bool = opt(
@@ -59,14 +75,10 @@ class TrainerConfig:
         "of summation are refused, and every engine gets a fixed share of the prompts, all at once",
     )
     device: str = opt("auto", "accelerator: auto takes cuda if there is one", choices=("auto", "cpu", "cuda"))
-    total_training_steps: int | None = opt(
-        None, "steps (rollout batches) of the run; null: total_epochs decides", min=1
-    )
+    total_training_steps: int | None = opt(None, "steps (rollout batches); null: total_epochs decides", min=1)
     total_epochs: int = opt(1, "passes over the training data, used where total_training_steps is null", min=1)
     save_freq: int = opt(
-        0,
-        "steps between checkpoints (weights, optimizer, run state) in checkpoints/; 0: only at the end, -1: none",
-        min=-1,
+        0, "steps between checkpoints (weights, optimizer, run state) in checkpoints/; 0: at the end, -1: none", min=-1
     )
     async_save: bool = opt(False, "write checkpoints during the next steps, from a copy in host memory")
     continue_on_save_error: bool = opt(False, "continue with a warning when a checkpoint cannot be written (disk full)")
@@ -91,8 +103,7 @@ class TrainerConfig:
         choices=("disable", "auto", "path"),
     )
     resume_from_path: str | None = opt(
-        None,
-        "folder of the checkpoint (.../checkpoints/step_*) of resume_mode path, and of auto while run_dir has none",
+        None, "folder of the checkpoint (.../checkpoints/step_*) for path, and for auto while run_dir has none"
     )
     logger: list[str] = opt(["jsonl", "tensorboard"], "metric writers: any of jsonl, tensorboard")
     rollout_dump_freq: int = opt(1, "steps between rollouts/step_*.jsonl files; 0: none", min=0)
@@ -102,9 +113,7 @@ class TrainerConfig:
     max_time: float | None = opt(
         None, "seconds after which the run stops between two phases, saves its state and exits with code 75", above=0
     )
-    stop_grace_s: float = opt(
-        25.0, "seconds that a run has to save its state and exit after SIGTERM, SIGINT or SIGUSR1", above=0
-    )
+    stop_grace_s: float = opt(25.0, "seconds to save the state and exit after SIGTERM, SIGINT or SIGUSR1", above=0)
 
 
 @dataclass
@@ -131,9 +140,7 @@ class DataConfig:
     max_prompt_length: int = opt(512, "tokens per prompt, chat template included", min=1)
     max_response_length: int = opt(512, "tokens per response", min=1)
     overlong_prompts: str = opt(
-        "filter",
-        "prompts longer than max_prompt_length: filtered with a count, or an error",
-        choices=("filter", "error"),
+        "filter", "prompts over max_prompt_length: filtered with a count, or an error", choices=("filter", "error")
     )
     shuffle: bool = opt(True, "shuffle each epoch with trainer.seed")
     system_prompt: str | None = opt(None, "system message put before each conversation that has none")
@@ -157,11 +164,9 @@ class ModelConfig:
 class ParallelConfig:
     tensor_model_parallel_size: int = opt(1, "ranks over which each matrix is split (TP)", min=1)
     pipeline_model_parallel_size: int = opt(1, "ranks over which the layers are split (PP)", min=1)
-    ulysses_sequence_parallel_size: int = opt(1, "ranks over which each packed row is split (Ulysses SP)", min=1)
+    ulysses_sequence_parallel_size: int = opt(1, "ranks over which each packed sequence is split (Ulysses SP)", min=1)
     expert_model_parallel_size: int = opt(
-        1,
-        "mixture of experts: 1 splits each over the TP ranks, tensor_model_parallel_size gives every rank whole ones",
-        min=1,
+        1, "experts: 1 splits each over the TP ranks, tensor_model_parallel_size gives every rank whole ones", min=1
     )
     sequence_parallel: bool = opt(False, "Megatron sequence parallelism in the norms; needs TP > 1")
     zero_stage: int = opt(1, "DeepSpeed ZeRO stage over the data-parallel ranks", choices=(1, 2, 3))
@@ -182,9 +187,7 @@ class OptimConfig:
     grad_clip: float = opt(1.0, "global gradient norm above which gradients are scaled down; 0: no clipping", min=0)
     lr_scheduler: str = opt("constant", "learning rate after the warm-up", choices=("constant", "cosine", "linear"))
     lr_warmup_steps: int = opt(0, "optimizer steps of linear warm-up", min=0)
-    lr_warmup_steps_ratio: float = opt(
-        0.0, "the same as a share of the run's optimizer steps; one of the two", min=0, below=1
-    )
+    lr_warmup_steps_ratio: float = opt(0.0, "the same as a share of the run's steps; one of the two", min=0, below=1)
     min_lr_ratio: float = opt(0.0, "final learning rate as a share of lr (cosine, linear)", min=0, max=1)
     max_skipped_steps: int = opt(
         3, "optimizer steps skipped in a row, because loss or gradient was not finite, that end the run", min=1
@@ -192,16 +195,28 @@ class OptimConfig:
 
 
 @dataclass
-class ActorConfig:
-    parallel: ParallelConfig = opt(ParallelConfig, "layout of the actor")
-    optim: OptimConfig = opt(OptimConfig, "optimizer of the actor")
-    ppo_mini_batch_size: int = opt(8, "prompts per optimizer step, global", min=1)
-    ppo_epochs: int = opt(1, "passes over each rollout batch", min=1)
+class TrainedConfig:
+    """What actor and critic have in common."""
+
+    parallel: ParallelConfig = opt(ParallelConfig, "layout of the model")
+    optim: OptimConfig = opt(OptimConfig, "its optimizer")
     use_dynamic_bsz: bool = opt(True, "cut micro-batches by tokens instead of by sequences")
     ppo_max_token_len_per_gpu: int = opt(
-        4096, "tokens per micro-batch and rank; a row of N Ulysses ranks has N times as many (use_dynamic_bsz)", min=1
+        4096, "tokens per micro-batch and rank, N times as many over N Ulysses ranks (use_dynamic_bsz)", min=1
     )
     ppo_micro_batch_size_per_gpu: int = opt(8, "sequences per micro-batch and rank (without use_dynamic_bsz)", min=1)
+    recompute: bool = opt(False, "recompute activations layer by layer in the backward pass")
+    loss_agg_mode: str = opt(
+        "token-mean",
+        "weight of a token in the loss",
+        choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    )
+
+
+@dataclass
+class ActorConfig(TrainedConfig):
+    ppo_mini_batch_size: int = opt(8, "prompts per optimizer step, global", min=1)
+    ppo_epochs: int = opt(1, "passes over each rollout batch", min=1)
     share_prompt_prefix: bool = opt(True, "compute the prompt of a group once for all its responses in a micro-batch")
     shuffle: bool = opt(True, "reshuffle prompts between epochs with trainer.seed")
     policy_loss: str = opt("ppo", "policy loss by its name, or as module:function or path/file.py:function")
@@ -209,41 +224,20 @@ class ActorConfig:
     clip_ratio_low: float = opt(0.2, "ratio clipped below at 1 - clip_ratio_low", min=0, max=1)
     clip_ratio_high: float = opt(0.2, "ratio clipped above at 1 + clip_ratio_high", min=0)
     clip_ratio_c: float | None = opt(3.0, "dual clip: bound of the loss of a negative advantage; null: none", above=1)
-    loss_agg_mode: str = opt(
-        "token-mean",
-        "weight of a token in the loss",
-        choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
-    )
     loss_scale_factor: float | None = opt(None, "C of seq-mean-token-sum-norm; null: max_response_length", above=0)
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus in the loss")
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = opt(0.001, "weight of that KL", min=0)
     kl_loss_type: str = opt("low_var_kl", "estimator of that KL: k1, abs, k2, k3 (= low_var_kl) and their + variants")
-    recompute: bool = opt(False, "recompute activations layer by layer in the backward pass")
     head_chunk_tokens: int = opt(1024, "tokens whose logits exist at the same time", min=1)
 
 
 @dataclass
-class CriticConfig:
-    path: str | None = opt(
-        None, "Hugging Face folder that initialises the critic; null: model.path with a new value head"
-    )
-    parallel: ParallelConfig = opt(ParallelConfig, "layout of the critic")
-    optim: OptimConfig = opt(OptimConfig, "optimizer of the critic")
+class CriticConfig(TrainedConfig):
+    path: str | None = opt(None, "Hugging Face folder that initialises it; null: model.path with a new value head")
     ppo_mini_batch_size: int | None = opt(None, "prompts per optimizer step, global; null: the actor's", min=1)
     ppo_epochs: int | None = opt(None, "passes over each rollout batch; null: the actor's", min=1)
-    use_dynamic_bsz: bool = opt(True, "cut micro-batches by tokens instead of by sequences")
-    ppo_max_token_len_per_gpu: int = opt(
-        4096, "tokens per micro-batch and rank; a row of N Ulysses ranks has N times as many (use_dynamic_bsz)", min=1
-    )
-    ppo_micro_batch_size_per_gpu: int = opt(8, "sequences per micro-batch and rank (without use_dynamic_bsz)", min=1)
     cliprange_value: float = opt(0.5, "values are clipped this far from the old ones in the value loss", above=0)
-    loss_agg_mode: str = opt(
-        "token-mean",
-        "weight of a token in the value loss",
-        choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
-    )
-    recompute: bool = opt(False, "recompute activations layer by layer in the backward pass")
 
 
 @dataclass
@@ -283,9 +277,7 @@ class RolloutConfig:
 
 @dataclass
 class RewardConfig:
-    scorer: str | None = opt(
-        None, "scorer as module:function or path/file.py:function; null: the one of the data source"
-    )
+    scorer: str | None = opt(None, "module:function or path/file.py:function; null: the one of the data source")
     scorer_args: dict[str, Any] = opt({}, "further keyword arguments of the scorer")
     num_workers: int = opt(1, "scorer processes per rollout leader", min=1)
     timeout_s: float = opt(10.0, "seconds for scoring one response; then it counts as a failure", above=0)
@@ -293,15 +285,11 @@ class RewardConfig:
 
 @dataclass
 class KLControlConfig:
-    type: str = opt(
-        "fixed", "controller of the KL coefficient in the reward", choices=("fixed", "adaptive", "interval")
-    )
+    type: str = opt("fixed", "controller of the coefficient in the reward", choices=("fixed", "adaptive", "interval"))
     kl_coef: float = opt(0.001, "(initial) coefficient", min=0)
     horizon: float = opt(10000.0, "samples over which the adaptive and the interval controller correct", above=0)
     target_kl: float = opt(0.1, "KL that the adaptive controller aims at, nats per token", above=0)
-    target_low: float | None = opt(
-        None, "lower end of the KL interval that the controller leaves alone, nats per token", above=0
-    )
+    target_low: float | None = opt(None, "lower end of the KL that interval leaves alone, nats per token", above=0)
     target_high: float | None = opt(None, "upper end of that interval", above=0)
 
 

@@ -1,68 +1,24 @@
 """Contradictions between keys: what no single field can say about itself.
 
-`check` reports every violation at once; each names the keys, their values and what would work. What rlscale doesn't
-support is refused here, with the reason, so that it never becomes a hang or a wrong number.
+Each violation names the keys, their values and what would work. What rlscale doesn't support is refused here, with the
+reason, so that it never becomes a hang or a wrong number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlscale.config import functions
-from rlscale.config.algorithms import Algorithm, Registries, choose
-from rlscale.config.layouts import divisors, listed, refusals
+from rlscale.config.algorithms import Algorithm, Registries
+from rlscale.config.layouts import ModelSizes, divisors, listed, refusals
 from rlscale.config.paths import is_hub_name
-from rlscale.config.schema import ActorConfig, Config, CriticConfig, ParallelConfig, SourceConfig
+from rlscale.config.schema import ActorConfig, Config, CriticConfig, SourceConfig, Violation
 
 LOGGERS = ("jsonl", "tensorboard")
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One thing that is wrong: ``keys`` (dotted paths) that take part in it, and the line that tells the user."""
-
-    keys: tuple[str, ...]
-    message: str
-
-
-class ModelSizes(Protocol):
-    """What is asked about a model here (`rlscale.model.arch.ModelSpec` answers)."""
-
-    @property
-    def tied(self) -> bool: ...
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def kv_heads(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int: ...
-
-    def violations(self, key: str, tp: int, pp: int, sp: int = 1, ep: int = 1) -> list[str]: ...
-
-
-def check(
-    config: Config,
-    world_size: int | None = None,
-    *,
-    spec: ModelSizes | None = None,
-    registries: Registries | None = None,
-) -> list[str]:
-    """Everything that is wrong with a configuration whose fields are right one by one; empty if it can run.
-
-    Args:
-        config: the configuration.
-        world_size: trainer processes of the run; None skips what depends on it.
-        spec: shapes of the model; None skips what depends on them.
-        registries: what keys that name an algorithm may name (`rlscale.algo.needs.registries`); None skips what
-            depends on it, such as whether there is a critic.
-    """
-    return [v.message for v in find_violations(config, world_size, spec=spec, registries=registries)]
 
 
 def find_violations(
@@ -73,7 +29,15 @@ def find_violations(
     critic_spec: ModelSizes | None = None,
     registries: Registries | None = None,
 ) -> list[Violation]:
-    """As `check`, with the keys of each violation. ``critic_spec``: shapes of ``critic.path``, where that is set."""
+    """Everything that is wrong with a configuration whose fields are right one by one; empty if it can run.
+
+    Args:
+        config: the configuration.
+        world_size: trainer processes of the run; None skips what depends on it.
+        spec: shapes of the model; None skips what depends on them. critic_spec: of ``critic.path``, where that is set.
+        registries: what keys that name an algorithm may name (`rlscale.algo.needs.registries`); None skips what
+            depends on it, such as whether there is a critic.
+    """
     algorithms, unknown = _algorithms(config, registries or {})
     critic = any("values" in a.needs for a in algorithms.values())
     found = [
@@ -81,7 +45,7 @@ def find_violations(
         *_models(config, critic),
         *_data(config),
         *_batches("actor", config.actor, config),
-        *_layout("actor", config.actor.parallel, world_size, spec),
+        *refusals("actor", config.actor.parallel, world_size, spec),
         *_rollout(config, world_size, spec),
         *_algorithm(config, algorithms),
         *_optimizers(config, critic),
@@ -91,11 +55,8 @@ def find_violations(
     if critic:
         found += _batches("critic", config.critic, config)
         critic_spec = spec if config.critic.path is None else critic_spec
-        found += _layout("critic", config.critic.parallel, world_size, critic_spec, own_head=True)
+        found += refusals("critic", config.critic.parallel, world_size, critic_spec, own_head=True)
     return found
-
-
-# ---- one function for each section
 
 
 def _trainer(c: Config, critic: bool) -> Iterator[Violation]:
@@ -106,14 +67,14 @@ def _trainer(c: Config, critic: bool) -> Iterator[Violation]:
     if t.test_freq > 0 and not c.data.val:
         yield Violation(
             ("trainer.test_freq", "data.val"),
-            f"trainer.test_freq is {t.test_freq}, but data.val names no "
-            "held-out prompts; add a source to data.val or set trainer.test_freq to 0",
+            f"trainer.test_freq is {t.test_freq}, but data.val names no held-out prompts; add a source to data.val or "
+            "set trainer.test_freq to 0",
         )
     if t.critic_warmup and not critic:
         yield Violation(
             ("trainer.critic_warmup", "algorithm.adv_estimator"),
-            f"trainer.critic_warmup is {t.critic_warmup}, "
-            f"but adv_estimator {c.algorithm.adv_estimator} trains no critic; set it to 0 or adv_estimator to gae",
+            f"trainer.critic_warmup is {t.critic_warmup}, but adv_estimator {c.algorithm.adv_estimator} trains no "
+            "critic; set it to 0 or adv_estimator to gae",
         )
     if t.total_training_steps is not None and 0 < t.total_training_steps <= t.critic_warmup:
         yield Violation(
@@ -121,20 +82,15 @@ def _trainer(c: Config, critic: bool) -> Iterator[Violation]:
             f"trainer.critic_warmup is {t.critic_warmup}, so the actor would never be trained in "
             f"trainer.total_training_steps {t.total_training_steps}",
         )
-    if {"path": t.resume_from_path is None, "disable": t.resume_from_path is not None}.get(t.resume_mode):
+    start = t.resume_from_path
+    if {"path": start is None, "disable": start is not None}.get(t.resume_mode):
         yield Violation(
             ("trainer.resume_mode", "trainer.resume_from_path"),
-            f"trainer.resume_mode is {t.resume_mode} and trainer.resume_from_path {t.resume_from_path}: mode path "
-            "needs the folder of a checkpoint, auto may have one, and disable takes none",
+            f"trainer.resume_mode is {t.resume_mode} and trainer.resume_from_path {start}: mode path needs the folder "
+            "of a checkpoint, auto may have one, and disable takes none",
         )
-    elif (
-        t.resume_mode == "path"
-        and t.resume_from_path is not None
-        and not Path(t.resume_from_path).expanduser().is_dir()
-    ):
-        yield Violation(
-            ("trainer.resume_from_path",), f"trainer.resume_from_path: no such folder: {t.resume_from_path}"
-        )
+    elif t.resume_mode == "path" and start is not None and not Path(start).expanduser().is_dir():
+        yield Violation(("trainer.resume_from_path",), f"trainer.resume_from_path: no such folder: {start}")
     run_dir = Path(t.run_dir).expanduser()
     if not t.run_dir:
         yield Violation(("trainer.run_dir",), "trainer.run_dir must name a folder")
@@ -157,16 +113,14 @@ def _models(c: Config, critic: bool) -> Iterator[Violation]:
             hint = "; tools/prepare_model.py makes the quickstart's model" if key == "model.path" else ""
             yield Violation((key,), f"{key}: no such folder: {name} (a hub name looks like org/name){hint}")
         elif path.exists() and not path.is_dir() and not is_file:
-            yield Violation(
-                (key,), f"{key}: {name} is a file; a model is a folder with config.json and safetensors files"
-            )
+            message = f"{key}: {name} is a file; a model is a folder with config.json and safetensors files"
+            yield Violation((key,), message)
         elif path.is_dir() and key != "model.tokenizer_path" and not (path / "config.json").is_file():
             yield Violation((key,), f"{key}: the folder {name} has no config.json, so it is no Hugging Face model")
     template = c.model.chat_template
     if template and "{" not in template and not Path(template).expanduser().is_file():
-        yield Violation(
-            ("model.chat_template",), f"model.chat_template: {template!r} is neither a Jinja template nor a file"
-        )
+        message = f"model.chat_template: {template!r} is neither a Jinja template nor a file"
+        yield Violation(("model.chat_template",), message)
 
 
 def _data(c: Config) -> Iterator[Violation]:
@@ -181,16 +135,17 @@ def _data(c: Config) -> Iterator[Violation]:
         if size < d.train_batch_size:
             yield Violation(
                 ("data.train", "data.train_batch_size"),
-                f"data.train_batch_size is {d.train_batch_size} prompts, "
-                f"but the sources of data.train hold {size}; make them larger (size) or the batch smaller",
+                f"data.train_batch_size is {d.train_batch_size} prompts, but the sources of data.train hold {size}; "
+                "make them larger (size) or the batch smaller",
             )
     for i, train in enumerate(d.train):
         for j, val in enumerate(d.val):
-            if _procedural(train) and _draw(train) == _draw(val):
+            if _procedural(train) and train == replace(val, size=train.size, files=train.files):
+                kind = train.chosen()[0]
                 yield Violation(
                     (f"data.train.{i}.seed", f"data.val.{j}.seed"),
-                    f"data.train.{i} and data.val.{j} draw the same "
-                    f"prompts: {_identity(train)} with seed {train.seed}; give data.val.{j} another seed",
+                    f"data.train.{i} and data.val.{j} draw the same prompts: {kind} {getattr(train, kind)} with seed "
+                    f"{train.seed}; give data.val.{j} another seed",
                 )
             for name in sorted(set(train.files) & set(val.files)):
                 yield Violation(
@@ -200,16 +155,7 @@ def _data(c: Config) -> Iterator[Violation]:
 
 
 def _procedural(s: SourceConfig) -> bool:
-    return (s.task or s.reasoning_gym) is not None
-
-
-def _identity(s: SourceConfig) -> str:
-    return f"task {s.task}" if s.task else f"reasoning_gym {s.reasoning_gym}"
-
-
-def _draw(s: SourceConfig) -> tuple[object, ...]:
-    """What decides the prompts of a procedural source, its size apart."""
-    return s.task, s.reasoning_gym, s.params, s.seed
+    return bool(s.task or s.reasoning_gym)
 
 
 def _source(key: str, s: SourceConfig) -> Iterator[Violation]:
@@ -236,9 +182,8 @@ def _batches(role: str, a: ActorConfig | CriticConfig, c: Config) -> Iterator[Vi
         bigger = [mini * k for k in (batch // mini, batch // mini + 1) if k]
         yield Violation(
             (key, "data.train_batch_size"),
-            f"{key} {mini} does not divide data.train_batch_size {batch} (both in "
-            f"prompts); {key} could be {listed(divisors(batch), mini)}, or data.train_batch_size "
-            f"{listed(bigger, batch)}",
+            f"{key} {mini} does not divide data.train_batch_size {batch} (both in prompts); {key} could be "
+            f"{listed(divisors(batch), mini)}, or data.train_batch_size {listed(bigger, batch)}",
         )
     longest = c.data.max_prompt_length + c.data.max_response_length
     shared = a.parallel.ulysses_sequence_parallel_size
@@ -247,18 +192,10 @@ def _batches(role: str, a: ActorConfig | CriticConfig, c: Config) -> Iterator[Vi
         ranks = f" on each of the {shared} ranks of {sp_key}" if shared > 1 else ""
         yield Violation(
             (key, sp_key, "data.max_prompt_length", "data.max_response_length"),
-            f"{key} {a.ppo_max_token_len_per_gpu}{ranks} has "
-            f"no room for the longest sample, max_prompt_length {c.data.max_prompt_length} + max_response_length "
-            f"{c.data.max_response_length} tokens; it must be at least {-(-longest // shared)}",
+            f"{key} {a.ppo_max_token_len_per_gpu}{ranks} has no room for the longest sample, max_prompt_length "
+            f"{c.data.max_prompt_length} + max_response_length {c.data.max_response_length} tokens; it must be at "
+            f"least {-(-longest // shared)}",
         )
-
-
-def _layout(
-    role: str, p: ParallelConfig, world: int | None, spec: ModelSizes | None, own_head: bool = False
-) -> Iterator[Violation]:
-    """The parallel layout of one model: what fits the world, the model and DeepSpeed."""
-    for refusal in refusals(role, p, world, spec, own_head=own_head):
-        yield Violation(refusal.keys, refusal.message)
 
 
 def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[Violation]:
@@ -267,8 +204,7 @@ def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[
     if world is not None and world % tp:
         yield Violation(
             (key,),
-            f"{key} {tp} does not divide the {world} processes of this run; "
-            f"it could be {listed(divisors(world), tp)}",
+            f"{key} {tp} does not divide the {world} processes of this run; it could be {listed(divisors(world), tp)}",
         )
     if spec is not None and (spec.heads % tp or (spec.kv_heads % tp and tp % spec.kv_heads)):
         fits = [d for d in divisors(spec.heads) if spec.kv_heads % d == 0 or d % spec.kv_heads == 0]
@@ -287,18 +223,17 @@ def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[
     if spec is not None and 0 < spec.max_positions < longest:
         yield Violation(
             ("data.max_prompt_length", "data.max_response_length"),
-            f"data.max_prompt_length + max_response_length is "
-            f"{longest} tokens, but the model knows {spec.max_positions} positions",
+            f"data.max_prompt_length + max_response_length is {longest} tokens, but the model knows "
+            f"{spec.max_positions} positions",
         )
     if r.top_k == 0:
-        yield Violation(
-            ("rollout.top_k",), "rollout.top_k is 0: no token could be sampled; -1 switches top-k sampling off"
-        )
+        message = "rollout.top_k is 0: no token could be sampled; -1 switches top-k sampling off"
+        yield Violation(("rollout.top_k",), message)
     if r.val_n > 1 and r.val_temperature == 0:
         yield Violation(
             ("rollout.val_n", "rollout.val_temperature"),
-            f"rollout.val_n is {r.val_n} with val_temperature 0: greedy "
-            "responses to one prompt are all equal; set val_n to 1 or val_temperature above 0",
+            f"rollout.val_n is {r.val_n} with val_temperature 0: greedy responses to one prompt are all equal; set "
+            "val_n to 1 or val_temperature above 0",
         )
 
 
@@ -308,7 +243,7 @@ def _algorithms(c: Config, registries: Registries) -> tuple[dict[str, Algorithm]
     wrong: list[Violation] = []
     for key, registry in registries.items():
         try:
-            found[key] = choose(registries, key, _value(c, key))
+            found[key] = registry.choose(key, _value(c, key))
         except ValueError as error:
             wrong.append(Violation((key,), str(error)))
             continue
@@ -319,10 +254,7 @@ def _algorithms(c: Config, registries: Registries) -> tuple[dict[str, Algorithm]
 
 
 def _value(c: Config, key: str) -> Any:
-    value: Any = c
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
+    return reduce(getattr, key.split("."), c)
 
 
 def _algorithm(c: Config, algorithms: Mapping[str, Algorithm]) -> Iterator[Violation]:
@@ -345,14 +277,14 @@ def _algorithm(c: Config, algorithms: Mapping[str, Algorithm]) -> Iterator[Viola
     if ctrl.type != "fixed" and not a.use_kl_in_reward:
         yield Violation(
             ("algorithm.kl_ctrl.type", "algorithm.use_kl_in_reward"),
-            f"algorithm.kl_ctrl.type is {ctrl.type}, but it "
-            "controls the KL in the reward and use_kl_in_reward is false; set use_kl_in_reward to true",
+            f"algorithm.kl_ctrl.type is {ctrl.type}, but it controls the KL in the reward and use_kl_in_reward is "
+            "false; set use_kl_in_reward to true",
         )
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         yield Violation(
             ("actor.loss_scale_factor", "actor.loss_agg_mode"),
-            f"actor.loss_scale_factor is the C of loss_agg_mode "
-            f"seq-mean-token-sum-norm and means nothing to {actor.loss_agg_mode}; leave it null",
+            "actor.loss_scale_factor is the C of loss_agg_mode seq-mean-token-sum-norm and means nothing to "
+            f"{actor.loss_agg_mode}; leave it null",
         )
 
 
@@ -360,9 +292,8 @@ def _optimizers(c: Config, critic: bool) -> Iterator[Violation]:
     optims = {"actor": c.actor.optim} | ({"critic": c.critic.optim} if critic else {})
     for role, optim in optims.items():
         if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
-            yield Violation(
-                (f"{role}.optim.betas",), f"{role}.optim.betas must be two numbers from 0 to below 1, not {optim.betas}"
-            )
+            message = f"{role}.optim.betas must be two numbers from 0 to below 1, not {optim.betas}"
+            yield Violation((f"{role}.optim.betas",), message)
         if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
             yield Violation(
                 (f"{role}.optim.lr_warmup_steps", f"{role}.optim.lr_warmup_steps_ratio"),
@@ -373,12 +304,8 @@ def _optimizers(c: Config, critic: bool) -> Iterator[Violation]:
 
 def _scorer(c: Config) -> Iterator[Violation]:
     scorer = c.reward.scorer
-    if scorer is None:
-        if c.reward.scorer_args:
-            yield Violation(
-                ("reward.scorer_args", "reward.scorer"), "reward.scorer_args are given, but reward.scorer is null"
-            )
-        return
-    wrong = functions.problem("reward.scorer", scorer) if ":" in scorer else None  # built-in ones are known elsewhere
-    if wrong:
+    if scorer is None and c.reward.scorer_args:
+        keys = ("reward.scorer_args", "reward.scorer")
+        yield Violation(keys, "reward.scorer_args are given, but reward.scorer is null")
+    if scorer and ":" in scorer and (wrong := functions.problem("reward.scorer", scorer)):  # built-in: known elsewhere
         yield Violation(("reward.scorer",), wrong)

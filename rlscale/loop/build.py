@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlscale.algo.kl import FixedKL, make_controller
+from rlscale.algo.kl import make_controller
 from rlscale.algo.needs import uses_critic, uses_reference
 from rlscale.cluster.device import Device
 from rlscale.config.schema import ActorConfig, Config, CriticConfig
@@ -70,7 +70,7 @@ def build(checked: Checked, task: Task, device: Device, started: float, engine: 
         rollout.begin_start()  # the engines start while the models load
         models |= _models(checked, device, steps)
         rollout.finish_start()
-        state = RunState(data, kl_controller(cfg), rollout)
+        state = RunState(data, make_controller(cfg.algorithm.kl_ctrl), rollout)
         if point is not None:
             restore(point, state, trained(models), device.rank)
             rollout.sync(models["actor"].layout, models["actor"].tensors())
@@ -150,16 +150,3 @@ def _models(checked: Checked, device: Device, steps: int) -> dict[str, Engine]:
     for engine in models.values():
         engine.release_device()
     return models
-
-
-def kl_controller(cfg: Config) -> FixedKL:
-    """The controller of the KL coefficient in the reward."""
-    c = cfg.algorithm.kl_ctrl
-    return make_controller(
-        c.type,
-        kl_coef=c.kl_coef,
-        target_kl=c.target_kl,
-        horizon=c.horizon,
-        target_low=c.target_low,
-        target_high=c.target_high,
-    )

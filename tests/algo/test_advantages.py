@@ -214,7 +214,7 @@ def test_reward_that_is_not_finite_is_named_and_left_out(name: str) -> None:
     b.rewards[first] = float("nan")
     with pytest.warns(UserWarning, match=r"1 of 10 rewards are not finite: sequences \[0\]"):
         got = call(name, b)
-    assert got.metrics["invalid_rewards"] == 1 and got.invalid_rows.tolist() == [0]
+    assert got.metrics["invalid_rewards"] == 1
     assert bool((got.advantages[: int(b.cu[1])] == 0).all())
     rest = b.take(list(range(1, 10)))
     extra = {} if name != "gdpo" else {"components": None}

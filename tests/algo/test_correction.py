@@ -128,7 +128,7 @@ def test_modes() -> None:
         and decoupled.is_weights is not None
         and torch.equal(decoupled.mask, b.mask)
     )
-    config = CorrectionConfig(mode="bypass", reject=("token_k1",), reject_upper=(1.3,))
+    config = CorrectionConfig(mode="bypass", reject={"options": ("token_k1",), "upper": (1.3,)})
     bypass = correct(config, logprobs=b.logp, rollout_logprobs=b.old, mask=b.mask, cu_seqlens=b.cu)
     assert torch.equal(bypass.old_logprobs, b.old) and bypass.is_weights is None and bypass.mask.sum() < b.mask.sum()
     assert bypass.metrics["rollout_corr/rs_masked_fraction"] > 0 and "rollout_corr/is_mean" in decoupled.metrics

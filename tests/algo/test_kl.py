@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlscale.algo.kl import KL, AdaptiveKL, FixedKL, IntervalKL, kl, kl_loss, make_controller
+from rlscale.config.schema import KLControlConfig
 
 VALUE = {
     "k1": lambda d: d,
@@ -95,21 +96,21 @@ def test_loss_and_errors() -> None:
 
 
 def test_controllers() -> None:
-    fixed = make_controller("fixed", kl_coef=0.3)
+    fixed = make_controller(KLControlConfig("fixed", kl_coef=0.3))
     assert fixed.update(99.0, 64) == 0.3
-    adaptive = make_controller("adaptive", kl_coef=1.0, target_kl=2.0, horizon=100)
+    adaptive = make_controller(KLControlConfig("adaptive", kl_coef=1.0, target_kl=2.0, horizon=100))
     assert adaptive.update(2.2, 10) == pytest.approx(1.0 + 0.1 * 0.1)
     assert adaptive.update(99.0, 10) == pytest.approx(1.01 * 1.02)
     other = AdaptiveKL(0.0, 2.0, 100)
     other.load_state_dict(adaptive.state_dict())
     assert other.update(0.0, 10) == adaptive.update(0.0, 10)
-    assert isinstance(make_controller("fixed", kl_coef=0.0), FixedKL)
+    assert isinstance(make_controller(KLControlConfig("fixed", kl_coef=0.0)), FixedKL)
     with pytest.raises(ValueError, match="unknown kl_ctrl.type 'pid'"):
-        make_controller("pid", kl_coef=0.1)
+        make_controller(KLControlConfig("pid", kl_coef=0.1))
 
 
 def test_interval_controller_steers_into_the_interval() -> None:
-    c = make_controller("interval", kl_coef=1.0, horizon=100, target_low=0.05, target_high=0.1)
+    c = make_controller(KLControlConfig("interval", kl_coef=1.0, horizon=100, target_low=0.05, target_high=0.1))
     assert isinstance(c, IntervalKL) and c.update(0.07, 50) == 1.0
     assert c.update(0.2, 50) == pytest.approx(1.1) and c.update(0.01, 50) == pytest.approx(0.99)
     coef, kl_now = 1e-3, 0.5  # a policy whose KL falls as the coefficient rises
@@ -120,4 +121,4 @@ def test_interval_controller_steers_into_the_interval() -> None:
     with pytest.raises(ValueError, match="0 < low < high"):
         IntervalKL(1.0, 0.2, 0.1, 100)
     with pytest.raises(ValueError, match="target_low"):
-        make_controller("interval", kl_coef=1.0)
+        make_controller(KLControlConfig("interval", kl_coef=1.0))

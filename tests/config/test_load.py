@@ -330,8 +330,9 @@ def test_recipes_load_and_hold_differences_only(path: Path) -> None:
 def test_reading_a_configuration_loads_nothing_heavy() -> None:
     """A faulty file is refused before torch, let alone an engine, is imported."""
     code = (
-        "import sys; from rlscale.config import load, check; check(load('yamls/quickstart_cpu.yaml', "
-        "['model.path=org/name']), 2); print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+        "import sys; from rlscale.config import find_violations, load; "
+        "find_violations(load('yamls/quickstart_cpu.yaml', ['model.path=org/name']), 2); "
+        "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False

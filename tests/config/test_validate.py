@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rlscale import config as rules
 from rlscale.algo.needs import registries
 from rlscale.algo.registry import Registry
 from rlscale.config import Config, find_violations
 from rlscale.config.paths import is_hub_name
 from rlscale.config.schema import SourceConfig
 
-check = partial(rules.check, registries=registries())
+
+def check(config: Config, world: int | None = None, **given: object) -> list[str]:
+    return [v.message for v in find_violations(config, world, **{"registries": registries(), **given})]
 
 
 @dataclass
@@ -282,7 +282,7 @@ def test_names_of_registries(config: Config) -> None:
     estimators.register("gae", "grpo")(lambda b: b)
     losses.register("ppo")(lambda x: x)
     names = {"algorithm.adv_estimator": estimators, "actor.policy_loss": losses}
-    assert rules.check(config, registries=names) == []
+    assert check(config, registries=names) == []
     config.algorithm.adv_estimator = "grppo"
     (violation,) = find_violations(config, registries=names)
     assert violation.keys == ("algorithm.adv_estimator",)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from rlscale.algo.kl import make_controller
 from rlscale.algo.policy_loss import policy_loss
 from rlscale.algo.reward_shaping import place_rewards
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, KLControlConfig
-from rlscale.loop.build import kl_controller
 from rlscale.loop.exchange import exchange
 from rlscale.loop.objectives import actor_loss, actor_trains, contributing_rows, current_logprobs
 from rlscale.loop.step import advantages, check_scores, compare_logprobs
@@ -140,7 +140,7 @@ def test_kl_in_the_reward(kind: str) -> None:
     batch = pack([trajectory(0, 0, [1, 0, 1], 1.0), trajectory(0, 1, [1], 0.0)])
     batch.old_logprobs = torch.tensor([-1.0, float("nan"), -1.0, -1.0])
     batch.ref_logprobs = torch.tensor([-2.0, 0.0, -1.0, -1.5])
-    run: Any = SimpleNamespace(cfg=cfg, state=SimpleNamespace(kl_controller=kl_controller(cfg)))
+    run: Any = SimpleNamespace(cfg=cfg, state=SimpleNamespace(kl_controller=make_controller(cfg.algorithm.kl_ctrl)))
     metrics = advantages(run, batch)
     assert batch.token_rewards.tolist() == pytest.approx([-0.5, 0.0, 1.0, -0.25])
     assert batch.advantages.tolist() == pytest.approx([0.5, 0.0, 1.0, -0.25])
