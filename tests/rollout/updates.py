@@ -22,7 +22,8 @@ def computes_what_it_was_given(layout: str, run_dir: str) -> None:
 
 def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
     """An update that lacks something, in the source or (a fault) in what is handed over; returns the error."""
-    from rlscale import reshard
+    from rlscale.reshard.layout import Layout
+    from rlscale.reshard.plan import plan as make_plan
     from rlscale.rollout.sampling import Sampling
 
     rollout = rollout_of(layout, run_dir)
@@ -39,8 +40,10 @@ def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
     plan = destination.plan
 
     def faulty(source: Any, bucket_bytes: int, **_: Any) -> Any:
-        rest = destination.layout.only(set(destination.layout.shapes) - {name})
-        return reshard.plan(source, rest, dtype=destination.dtypes, bucket_bytes=bucket_bytes)
+        whole = destination.layout
+        shapes = {of: shape for of, shape in whole.shapes.items() if of != name}
+        rest = Layout(shapes, [piece for piece in whole.pieces if piece.name != name])
+        return make_plan(source, rest, dtype=destination.dtypes, bucket_bytes=bucket_bytes)
 
     rollout.weight_sync.destination.plan = faulty
     try:
