@@ -185,7 +185,7 @@ def rank_pieces_from_dicts(dicts: Iterable[Mapping[str, Any]], shapes: Mapping[s
 
     pieces = [Piece(str(d["name"]), int(d["rank"]), box(d["index"]), str(d["key"]), box(d["at"])) for d in dicts]
     names = {piece.name for piece in pieces}
-    return Layout({name: tuple(shape) for name, shape in shapes.items() if name in names}, pieces)
+    return Layout({name: shape for name, shape in shapes.items() if name in names}, pieces)
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -232,8 +232,6 @@ def subtract(boxes: Iterable[Box], holes: Iterable[Box]) -> list[Box]:
     """Disjoint boxes that cover what ``holes`` leave of ``boxes``."""
     rest = list(boxes)
     for hole in holes:
-        if not rest:
-            break
         rest = [part for box in rest for part in _without(box, hole)]
     return rest
 

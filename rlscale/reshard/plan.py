@@ -166,13 +166,9 @@ class Plan(Traffic):
                 rounds[number].append(copy)
         return self._incoming[rank]
 
-    def bucket(self, rank: int, number: int) -> list[Copy]:
-        """What fills the bucket of ``rank`` in round ``number``."""
-        return self.incoming(rank)[number]
-
     def messages_to(self, rank: int, number: int) -> list[Message]:
         """Messages that ``rank`` receives in a round, in the order of its bucket; own copies are none."""
-        return list(_messages(rank, self.bucket(rank, number)))
+        return _messages(rank, self.incoming(rank)[number])
 
     def messages_from(self, rank: int, number: int) -> list[Message]:
         """Messages that ``rank`` sends in a round, by receiver, each receiver's in the order of its bucket."""
@@ -194,7 +190,7 @@ class Plan(Traffic):
 
     def from_rank(self, rank: int) -> Iterator[Copy]:
         """All copies that read buffers of ``rank``, its own included."""
-        yield from self._objects(np.flatnonzero(self.sender == rank))
+        return self._objects(np.flatnonzero(self.sender == rank))
 
     @cached_property
     def digest(self) -> int:
@@ -290,22 +286,16 @@ def aligned(nbytes: Any, align: int = STAGING_ALIGN) -> Any:
     return -(-nbytes // align) * align
 
 
-def _messages(rank: int, copies: list[Copy]) -> Iterator[Message]:
+def _messages(rank: int, copies: list[Copy]) -> list[Message]:
     """Small copies of one sender that lie behind each other are one message; large ones go alone."""
-    open_message: Message | None = None
+    out: list[Message] = []
     for copy in copies:
-        alone = copy.nbytes >= DIRECT_BYTES
-        if open_message is not None and (alone or copy.sender != open_message.source):
-            yield open_message
-            open_message = None
         if copy.sender == rank:
             continue
-        if alone:
-            yield Message(copy.sender, rank, [copy], copy.offset, copy.nbytes)
-        elif open_message is None:
-            open_message = Message(copy.sender, rank, [copy], copy.offset, copy.nbytes)
+        last = out[-1] if out and copy.nbytes < DIRECT_BYTES else None
+        if last is not None and last.source == copy.sender and last.copies[-1].nbytes < DIRECT_BYTES:
+            last.copies.append(copy)
+            last.nbytes = copy.offset + copy.nbytes - last.offset
         else:
-            open_message.copies.append(copy)
-            open_message.nbytes = copy.offset + copy.nbytes - open_message.offset
-    if open_message is not None:
-        yield open_message
+            out.append(Message(copy.sender, rank, [copy], copy.offset, copy.nbytes))
+    return out

@@ -183,7 +183,6 @@ class Transfer:
 
     def _agree(self, problem: str | None, sources: Tensors) -> None:
         """Raise on every rank what is wrong on any, before anyone waits for a message that will not come."""
-        others = False
         if dist.is_initialized():
             digest = self.plan.digest
             local = [*sources.values(), *self.buffers]
@@ -191,13 +190,12 @@ class Transfer:
             flags = torch.tensor([digest, -digest, int(problem is not None)], dtype=torch.int64, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             high, low, failed = flags.tolist()
-            others = bool(failed)
             if problem is None and high != -low:
                 problem = "the ranks computed different plans (do their layouts differ?)"
+            elif problem is None and failed:
+                problem = "stopped because of an error on another rank"
         if problem is not None:
             raise ValueError(f"reshard, rank {self.rank}: {problem}")
-        if others:
-            raise ValueError(f"reshard, rank {self.rank}: stopped because of an error on another rank")
 
 
 @dataclass
@@ -216,7 +214,7 @@ class _Parts:
 
     def __init__(self, plan: Plan, rank: int, number: int, sources: Tensors, destinations: Tensors | None):
         self.number, self.sources, self.destinations = number, sources, destinations
-        self.copies = plan.bucket(rank, number)
+        self.copies = plan.incoming(rank)[number]
         self.own = [copy for copy in self.copies if copy.sender == rank]
         # each message with the memory (uint8) that it is received into, or sent from, where it need not be packed
         self.incoming = [

@@ -127,7 +127,7 @@ class WeightSync:
 
     def _needed(self, number: int) -> bool:
         assert self.buckets is not None
-        return any(self.buckets.plan.bucket(self.ranks.rank + k, number) for k in range(self.ranks.tp))
+        return any(self.buckets.plan.incoming(self.ranks.rank + k)[number] for k in range(self.ranks.tp))
 
 
 class Destination:
@@ -169,7 +169,7 @@ class Buckets:
 
     def mailbox(self) -> dict[str, Any]:
         """For `Backend.connect`: the memories and, by round, (key, name, at, shape, offset, nbytes, dtype)."""
-        rounds = [[_entry(copy) for copy in self.plan.bucket(self.rank, n)] for n in range(self.plan.rounds)]
+        rounds = [[_entry(copy) for copy in copies] for copies in self.plan.incoming(self.rank)]
         return {"buffers": [memory.address for memory in self.memories], "rounds": rounds}
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Bucket]:

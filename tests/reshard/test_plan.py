@@ -59,13 +59,13 @@ def check_limits(made: Plan) -> None:
         sent: dict[int, int] = defaultdict(int)
         for rank in made.copies.receivers:
             end = 0
-            for copy in made.bucket(rank, number):
+            for copy in made.incoming(rank)[number]:
                 assert copy.offset == end
                 end += copy.nbytes
             assert end <= made.bucket_bytes
             messages = made.messages_to(rank, number)
             assert sum(m.nbytes for m in messages) == sum(
-                c.nbytes for c in made.bucket(rank, number) if c.sender != rank
+                c.nbytes for c in made.incoming(rank)[number] if c.sender != rank
             )
             for message in messages:
                 sent[message.source] += message.nbytes
@@ -211,7 +211,7 @@ def test_mixed_dtypes_start_on_whole_elements() -> None:
     dtypes = {name: FP32 if "norm" in name else torch.bfloat16 for name in want.shapes}
     made = plan(hf_layout(want.shapes), want, dtype=dtypes, bucket_bytes=200)
     for number in range(made.rounds):
-        assert all(copy.offset % copy.dtype.itemsize == 0 for copy in made.bucket(1, number))
+        assert all(copy.offset % copy.dtype.itemsize == 0 for copy in made.incoming(1)[number])
     assert made.received[1] == sum(torch.Size(s).numel() * dtypes[n].itemsize for n, s in want.shapes.items())
 
 

@@ -80,7 +80,7 @@ def sync_with_a_flipped_bit(layout: str, run_dir: str, verify: str) -> str:
             yield bucket
 
     rollout.weight_sync.buckets.fill = faulty
-    hit = rollout.weight_sync.buckets.plan.bucket(1, 0)[-1].destination.name
+    hit = rollout.weight_sync.buckets.plan.incoming(1)[0][-1].destination.name
     try:
         if verify == "off":
             rollout.sync(*weights(layout, 1))
