@@ -41,9 +41,12 @@ import torch.distributed as dist
 from rlscale.cluster.device import init_distributed
 from rlscale.cluster.mesh import Mesh, ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import Layout, Piece, Plan, Transfer, load_pieces, megatron_layout, plan, vllm_layout
-from rlscale.reshard.layout import intersect
-from rlscale.reshard.transport import region
+from rlscale.reshard.hf_load import load_pieces
+from rlscale.reshard.layout import Layout, Piece, intersect
+from rlscale.reshard.megatron import megatron_layout
+from rlscale.reshard.plan import Plan, plan
+from rlscale.reshard.transport import Transfer, region
+from rlscale.reshard.vllm import vllm_layout
 from tools.common import Timing, alternate, memory, reset_peak, timed
 
 MB = 2**20

@@ -208,7 +208,7 @@ def resharding() -> None:
     )  # fmt: skip
     dims = ParallelDims(tp=2, pp=2)
     source, destination = megatron_layout(spec, dims), vllm_layout(spec, tp=2, replicas=2)
-    traffic = plan(source, destination, dtype=torch.bfloat16, ranks_per_node=4).traffic
+    traffic = plan(source, destination, dtype=torch.bfloat16, ranks_per_node=4)
     sent = np.zeros((4, 4))
     np.add.at(sent, (traffic.sender, traffic.copies.receiver), traffic.copies.nbytes)
     sent /= 1e9

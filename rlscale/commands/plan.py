@@ -210,7 +210,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "rounds": made.rounds,
         "seconds": seconds,
         "ways": {
-            "this plan": Way.of(made.traffic).figures(),
+            "this plan": Way.of(made).figures(),
             "gather, then slice": gathered(source, dims, dtype.itemsize, args.ranks_per_node).figures(),
             "fused tensors whole": Way.of(fused).figures(),
         },

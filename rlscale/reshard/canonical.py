@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
 from rlscale.model.arch import ARCHITECTURES, ExpertNames, ModelSpec
-from rlscale.reshard.layout import Layout, Piece, whole
+from rlscale.reshard.layout import Held, Layout, Piece, whole
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -31,7 +34,15 @@ def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[layer + "self_attn.q_norm.weight"] = (spec.head_dim,)
             shapes[layer + "self_attn.k_norm.weight"] = (spec.head_dim,)
         shapes[layer + "post_attention_layernorm.weight"] = (spec.hidden,)
-        shapes |= _mlp_shapes(spec, layer, spec.is_sparse(number))
+        names, blocks, width = _DENSE, [layer + "mlp"], spec.ffn
+        if spec.is_sparse(number):
+            names, width = expert_names(spec), spec.expert_ffn
+            shapes[f"{layer}{names.block}.gate.weight"] = (spec.experts, spec.hidden)
+            blocks = [f"{layer}{names.block}.experts.{expert}" for expert in range(spec.experts)]
+        for block in blocks:
+            shapes[f"{block}.{names.gate}.weight"] = (width, spec.hidden)
+            shapes[f"{block}.{names.up}.weight"] = (width, spec.hidden)
+            shapes[f"{block}.{names.down}.weight"] = (spec.hidden, width)
     shapes[FINAL_NORM] = (spec.hidden,)
     if spec.value_head:
         shapes[VALUE_HEAD] = (1, spec.hidden)
@@ -42,24 +53,6 @@ def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _mlp_shapes(spec: ModelSpec, layer: str, sparse: bool) -> dict[str, tuple[int, ...]]:
-    if not sparse:
-        return _gated(layer + _DENSE.block, _DENSE, spec.ffn, spec.hidden)
-    names = expert_names(spec)
-    shapes: dict[str, tuple[int, ...]] = {f"{layer}{names.block}.gate.weight": (spec.experts, spec.hidden)}
-    for number in range(spec.experts):
-        shapes |= _gated(f"{layer}{names.block}.experts.{number}", names, spec.expert_ffn, spec.hidden)
-    return shapes
-
-
-def _gated(prefix: str, names: ExpertNames, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}.{names.gate}.weight": (width, hidden),
-        f"{prefix}.{names.up}.weight": (width, hidden),
-        f"{prefix}.{names.down}.weight": (hidden, width),
-    }
-
-
 def expert_names(spec: ModelSpec) -> ExpertNames:
     """What the architecture calls the tensors of its experts."""
     names = ARCHITECTURES[spec.architecture].experts
@@ -67,7 +60,37 @@ def expert_names(spec: ModelSpec) -> ExpertNames:
     return names
 
 
-def hf_layout(spec: ModelSpec, rank: int = 0) -> Layout:
+def hf_layout(shapes: Mapping[str, tuple[int, ...]], rank: int = 0) -> Layout:
     """Every canonical tensor whole on one rank under its own name: the layout of a Hugging Face folder."""
-    shapes = hf_shapes(spec)
     return Layout(shapes, [Piece(name, rank, whole(s), name, whole(s)) for name, s in shapes.items()])
+
+
+class TensorParallel(NamedTuple):
+    """Slices of canonical tensors as rank ``rank`` of ``size`` tensor-parallel ranks holds them in local buffers."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    size: int
+    rank: int
+
+    def whole(self, name: str, key: str) -> Held:
+        """A tensor that all ranks hold."""
+        box = whole(self.shapes[name])
+        return name, box, key, box
+
+    def rows(self, name: str, key: str, start: int, count: int, at: int = 0) -> Held:
+        """``count`` rows of a tensor from ``start`` on, as rows of the buffer from ``at`` on."""
+        rest = whole(self.shapes[name][1:])
+        return name, ((start, start + count), *rest), key, ((at, at + count), *rest)
+
+    def columns(self, name: str, key: str) -> Held:
+        """A row-parallel weight: the input dimension (1) is split evenly."""
+        out, width = whole(self.shapes[name])
+        count = width[1] // self.size
+        return name, (out, (self.rank * count, (self.rank + 1) * count)), key, (out, (0, count))
+
+    def vocabulary(self, name: str, key: str, padded: int) -> Iterator[Held]:
+        """Rows of a vocabulary padded to ``padded`` rows; the last ranks may hold padding alone."""
+        count = padded // self.size
+        start, stop = self.rank * count, min((self.rank + 1) * count, self.shapes[name][0])
+        if start < stop:
+            yield self.rows(name, key, start, stop - start)

@@ -7,12 +7,14 @@ the layers of a model). A model of 80 layers on 256 ranks has a few hundred patt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
-from rlscale.reshard.layout import Box, Held, Ints, Layout, divide, intersect, subtract, volume
+from rlscale.reshard.layout import Box, Ints, Layout, divide, intersect, subtract, volume
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Copies:
         own: number of the receiver's own slice that holds the box; -1 where another rank must send it.
         held: number of the source slice that holds the box (see ``slices``); -1 for own copies.
         chunk: number of the chunk; all its rows have the same receiver.
-        place: number of the row's box and wanted slice in ``boxes`` and ``wanted``.
+        place: number of the row's box in ``boxes``.
         boxes: elements of the canonical tensor.
         wanted: number of the wanted slice in its shard.
         slices: for every number in ``held`` its shards, and its position in them.
@@ -48,188 +50,133 @@ class Copies:
     lower_bound: dict[int, int]
 
 
-def cover(
-    source: Layout, destination: Layout, itemsizes: Mapping[str, int], bucket_bytes: int, spread: bool = True
-) -> Copies:
+def cover(source: Layout, destination: Layout, itemsizes: Mapping[str, int], bucket_bytes: int) -> Copies:
     """Cut every wanted slice into boxes that lie inside one source slice each, own slices first.
 
     Args:
         itemsizes: bytes of an element, by tensor.
         bucket_bytes: a chunk is a run of rows of at most half of this (or one row).
-        spread: let every rank enter the order of its pieces at another place.
 
     Raises:
         ValueError: a row larger than a bucket.
     """
-    slices, holders, first = _source_slices(source, destination.shapes)
-    patterns = _Patterns(source, itemsizes, bucket_bytes)
-    cases: dict[tuple[int, int], list[int]] = {}
-    for rank, wanted in sorted(destination.shard_of.items()):
-        cases.setdefault((wanted, source.shard_of.get(rank, -1)), []).append(rank)
-    made, boxes, start = [], [], 0
-    case_of: dict[int, _Case] = {}
-    for (wanted, own), ranks in cases.items():
-        case = patterns.case(destination.shards[wanted].slices, own, first, start)
-        start += len(case.nbytes)
-        made.append(case)
-        boxes += case.boxes
-        case_of |= dict.fromkeys(ranks, case)
-    receivers = sorted(case_of)
-    turns = _turns(destination) if spread else dict.fromkeys(receivers, 0.0)
-    rows = [_rotated(case_of[rank], turns[rank]) for rank in receivers]
-    place = _joined([row for row, _ in rows])
-    chunk_starts = np.cumsum([0] + [case_of[rank].chunks for rank in receivers])
+    cases = _Cases(source, destination, itemsizes, bucket_bytes)
+    case_of = {rank: cases.of(rank) for rank in sorted(destination.shard_of)}
+    columns = np.array(cases.rows, np.int64).reshape(-1, 6).T.copy()
+    turns = _turns(destination)
+    places, chunks, start = [columns[0, :0]], [columns[0, :0]], 0
+    for rank, case in case_of.items():
+        place, chunk = case.rotated(columns, turns[rank])
+        places.append(place)
+        chunks.append(chunk + start)
+        start += case.chunks
+    place = np.concatenate(places)
+    wanted, _, _, nbytes, own, held = columns
     return Copies(
-        receivers=receivers,
-        receiver=np.repeat(np.array(receivers, np.int64), [len(row) for row, _ in rows]),
-        nbytes=_joined([case.nbytes for case in made])[place],
-        own=_joined([case.own for case in made])[place],
-        held=_joined([case.held for case in made])[place],
-        chunk=_joined([chunk + begin for (_, chunk), begin in zip(rows, chunk_starts, strict=False)]),
+        receivers=list(case_of),
+        receiver=np.repeat(np.array(list(case_of), np.int64), [case.stop - case.start for case in case_of.values()]),
+        nbytes=nbytes[place],
+        own=own[place],
+        held=held[place],
+        chunk=np.concatenate(chunks),
         place=place,
-        boxes=boxes,
-        wanted=_joined([case.wanted for case in made]),
-        slices=slices,
-        holders=holders,
-        lower_bound={rank: case_of[rank].lacking for rank in receivers},
+        boxes=cases.boxes,
+        wanted=wanted,
+        slices=cases.slices,
+        holders=[tuple(sorted(r for shard in of for r in source.shards[shard].ranks)) for of in cases.slices],
+        lower_bound={rank: case.lacking for rank, case in case_of.items()},
     )
 
 
-def _joined(arrays: list[Ints]) -> Ints:
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+class _Case(NamedTuple):
+    """Rows ``[start, stop)`` of `_Cases`, in the order of what is wanted, and their number of chunks."""
 
-
-def _source_slices(
-    source: Layout, names: Iterable[str]
-) -> tuple[list[dict[int, int]], list[tuple[int, ...]], dict[str, int]]:
-    """Number the source's distinct slices: shards and ranks that hold each, and each tensor's first number."""
-    slices: list[dict[int, int]] = []
-    holders: list[tuple[int, ...]] = []
-    first = {}
-    ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for name in names:
-        first[name] = len(slices)
-        for shards in source.holders[name].values():
-            key = tuple(shards)
-            if key not in ranks_of:
-                ranks_of[key] = tuple(sorted(rank for number in key for rank in source.shards[number].ranks))
-            slices.append(shards)
-            holders.append(ranks_of[key])
-    return slices, holders, first
-
-
-@dataclass
-class _Pattern:
-    """The copies that fill one wanted slice; ``own`` and ``held`` count the own and all slices of its tensor."""
-
-    boxes: list[Box]
-    chunk: Ints
-    elements: Ints
-    own: Ints
-    held: Ints
-    lacking: int  # elements
-
-
-@dataclass
-class _Case:
-    """The copies of ranks that hold alike and want alike, in the order of what they want."""
-
-    start: int  # number of the first row over all cases
-    boxes: list[Box]
-    wanted: Ints
-    chunk: Ints
+    start: int
+    stop: int
     chunks: int
-    elements: Ints
-    nbytes: Ints
-    own: Ints
-    held: Ints
     lacking: int  # bytes
 
+    def rotated(self, columns: Ints, share: float) -> tuple[Ints, Ints]:
+        """The rows, and the chunks they belong to, starting after ``share`` of the elements."""
+        _, chunk, elements, *_ = columns[:, self.start : self.stop]
+        before = np.cumsum(elements) - elements
+        row = int(np.searchsorted(before, share * elements.sum()))
+        begin = int(chunk[row if row < len(before) else 0])
+        rows = np.roll(np.arange(len(before)), -int(np.searchsorted(chunk, begin)))
+        return rows + self.start, (chunk[rows] - begin) % self.chunks
 
-class _Patterns:
-    """Patterns by the geometry that they follow from."""
 
-    def __init__(self, source: Layout, itemsizes: Mapping[str, int], bucket_bytes: int):
-        self.source, self.itemsizes, self.bucket_bytes = source, itemsizes, bucket_bytes
-        self.known: dict[tuple[Box, tuple[Box, ...], int, int], _Pattern] = {}
-        numbers: dict[tuple[Box, ...], int] = {}
-        self.cuts = {name: numbers.setdefault(tuple(of), len(numbers)) for name, of in source.holders.items()}
+class _Cases:
+    """The copies of all cases, a row each; one case follows the other.
 
-    def case(self, wanted: Iterable[Held], own: int, first: Mapping[str, int], start: int) -> _Case:
-        mine: dict[str, tuple[list[int], list[Box]]] = {}
-        for position, (name, index, _, _) in enumerate(self.source.shards[own].slices if own >= 0 else ()):
-            numbers, cut = mine.setdefault(name, ([], []))
-            numbers.append(position)
-            cut.append(index)
-        found, chunks, tables, begins, sizes, firsts = [], 0, [], [], [], []
-        table_start = 0
-        for name, index, _, _ in wanted:
-            numbers, cut = mine.get(name, ([], []))
-            pattern = self._pattern(name, index, tuple(cut))
-            found.append(pattern)
-            begins.append((chunks, table_start))
-            chunks += int(pattern.chunk[-1]) + 1
-            tables += numbers
-            table_start += len(numbers)
-            sizes.append(self.itemsizes[name])
-            firsts.append(first[name])
-        # for every copy: where the numbers of its pattern's chunks, own slices and source slices begin; its itemsize
-        counts = [len(p.boxes) for p in found]
-        each = np.repeat(np.array([(*begin, size, f) for begin, size, f in zip(begins, sizes, firsts, strict=True)]),
-                         counts, axis=0).T  # fmt: skip
-        elements, own_number, held = (
-            _joined([getattr(p, what) for p in found]) for what in ("elements", "own", "held")
-        )
-        table = np.array([*tables, -1])
-        return _Case(
-            start=start,
-            boxes=[box for p in found for box in p.boxes],
-            wanted=np.repeat(np.arange(len(found)), counts),
-            chunk=_joined([p.chunk for p in found]) + each[0],
-            chunks=chunks,
-            elements=elements,
-            nbytes=elements * each[2],
-            own=table[np.where(own_number < 0, len(tables), own_number + each[1])],
-            held=np.where(held < 0, -1, held + each[3]),
-            lacking=sum(p.lacking * size for p, size in zip(found, sizes, strict=True)),
-        )
+    Attributes:
+        rows: wanted slice, chunk (both counted in the case), elements, bytes, own and held slice (as in `Copies`).
+        boxes: what each row fills.
+        slices: as in `Copies`.
+    """
 
-    def _pattern(self, name: str, index: Box, own: tuple[Box, ...]) -> _Pattern:
-        itemsize = self.itemsizes[name]
-        key = (index, own, self.cuts[name], itemsize)
-        if key in self.known:
-            return self.known[key]
-        rows: list[tuple[Box, int, int, int]] = []
-        for number, part in enumerate(_chunks(name, index, itemsize, self.bucket_bytes)):
-            rest = [part]
-            for mine, box in enumerate(own):
-                rows += [(common, number, mine, -1) for common in _common(rest, box)]
-                rest = subtract(rest, [box])
-            for held, box in enumerate(self.source.holders[name] if rest else ()):
-                if common_boxes := _common(rest, box):
-                    rows += [(common, number, -1, held) for common in common_boxes]
-                    rest = subtract(rest, [box])
-            assert not rest, f"{name}: a validated layout covers every element"
-        numbers = np.array([row[1:] for row in rows], np.int64).T
-        elements = np.array([volume(box) for box, *_ in rows], np.int64)
-        lacking = sum(volume(box) for box in subtract([index], own))
-        self.known[key] = _Pattern([box for box, *_ in rows], numbers[0], elements, numbers[1], numbers[2], lacking)
+    def __init__(self, source: Layout, destination: Layout, itemsizes: Mapping[str, int], bucket_bytes: int):
+        self.source, self.destination, self.itemsizes = source, destination, itemsizes
+        self.bucket_bytes = bucket_bytes
+        self.rows: list[tuple[int, ...]] = []
+        self.boxes: list[Box] = []
+        self.slices: list[dict[int, int]] = []
+        self.first: dict[str, int] = {}  # number of each tensor's first slice
+        for name in destination.shapes:
+            self.first[name] = len(self.slices)
+            self.slices += source.holders[name].values()
+        self.cuts = {name: tuple(source.holders[name]) for name in destination.shapes}
+        self.pattern = cache(_pattern)
+        self.known: dict[tuple[int, int], _Case] = {}
+
+    def of(self, rank: int) -> _Case:
+        """The case of a receiver."""
+        key = self.destination.shard_of[rank], self.source.shard_of.get(rank, -1)
+        if key not in self.known:
+            self.known[key] = self._case(*key)
         return self.known[key]
 
+    def _case(self, wanting: int, holding: int) -> _Case:
+        start, chunks, lacking = len(self.rows), 0, 0
+        own: dict[str, dict[int, Box]] = {}
+        for position, (name, index, _, _) in enumerate(self.source.shards[holding].slices if holding >= 0 else ()):
+            own.setdefault(name, {})[position] = index
+        for number, (name, index, _, _) in enumerate(self.destination.shards[wanting].slices):
+            positions, itemsize = own.get(name, {}), self.itemsizes[name]
+            row_bytes = volume(index[1:]) * itemsize
+            if row_bytes > self.bucket_bytes:
+                raise ValueError(f"plan: bucket_bytes {self.bucket_bytes} is smaller than one row of {name}")
+            step = max(1, self.bucket_bytes // 2 // row_bytes)
+            copies, elements = self.pattern(index, step, tuple(positions.values()), self.cuts[name])
+            numbers = list(positions)
+            for box, chunk, size, mine, other in copies:
+                of = (-1, self.first[name] + other) if mine < 0 else (numbers[mine], -1)
+                self.rows.append((number, chunks + chunk, size, size * itemsize, *of))
+                self.boxes.append(box)
+            chunks = self.rows[-1][1] + 1
+            lacking += elements * itemsize
+        return _Case(start, len(self.rows), chunks, lacking)
 
-def _common(boxes: Iterable[Box], held: Box) -> list[Box]:
-    return [box for box in (intersect(box, held) for box in boxes) if box is not None]
 
-
-def _chunks(name: str, index: Box, itemsize: int, bucket_bytes: int) -> list[Box]:
-    """Split along the first dimension into nearly equal parts of at most half a bucket (or a row): they pack well."""
-    row = volume(index[1:]) * itemsize
-    if row > bucket_bytes:
-        raise ValueError(f"plan: bucket_bytes {bucket_bytes} is smaller than one row of {name}")
-    if not index:
-        return [index]
-    start, stop = index[0]
-    return divide(index, -(-(stop - start) // max(1, bucket_bytes // 2 // row)))
+def _pattern(
+    index: Box, step: int, own: tuple[Box, ...], others: tuple[Box, ...]
+) -> tuple[list[tuple[Box, int, int, int, int]], int]:
+    """Copies that fill a slice (box, chunk, elements, number in ``own`` or -1, number in ``others``), and how many
+    elements ``own`` lacks. The slice is split along the first dimension into nearly equal chunks of at most ``step``
+    rows: they pack well.
+    """
+    copies = []
+    for chunk, part in enumerate(divide(index, -(-(index[0][1] - index[0][0]) // step)) if index else [index]):
+        open_boxes = [part]
+        for number, held in enumerate(own + others):
+            if not open_boxes:
+                break
+            common = [box for box in (intersect(box, held) for box in open_boxes) if box is not None]
+            mine = number if number < len(own) else -1
+            copies += [(box, chunk, volume(box), mine, number - len(own)) for box in common]
+            open_boxes = subtract(open_boxes, [held]) if common else open_boxes
+        assert not open_boxes, f"{part}: a validated layout covers every element"
+    return copies, sum(map(volume, subtract([index], own)))
 
 
 def _turns(destination: Layout) -> dict[int, float]:
@@ -245,14 +192,3 @@ def _turns(destination: Layout) -> dict[int, float]:
         for position, i in enumerate(order):
             turns[shard.ranks[i]] = (position + number / len(destination.shards)) / n
     return turns
-
-
-def _rotated(case: _Case, share: float) -> tuple[Ints, Ints]:
-    """Rows of a case, and the chunks they belong to, starting after ``share`` of the elements."""
-    before = np.cumsum(case.elements) - case.elements
-    row = int(np.searchsorted(before, share * case.elements.sum()))
-    row = row if row < len(before) else 0
-    begin = int(case.chunk[row])
-    row = int(np.searchsorted(case.chunk, begin))
-    rows = np.concatenate([np.arange(row, len(before)), np.arange(row)])
-    return rows + case.start, (case.chunk[rows] - begin) % case.chunks

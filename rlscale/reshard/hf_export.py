@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from rlscale.cluster.collective import on_each
-from rlscale.reshard.canonical import VALUE_HEAD
+from rlscale.reshard.canonical import VALUE_HEAD, hf_layout
 from rlscale.reshard.hf_load import INDEX, SINGLE
-from rlscale.reshard.layout import Layout, Piece, volume, whole
+from rlscale.reshard.layout import Box, Layout
 from rlscale.reshard.plan import DEFAULT_BUCKET_BYTES, plan
 from rlscale.reshard.safetensors_file import make_header
-from rlscale.reshard.transport import Bucket, default_device, execute
+from rlscale.reshard.transport import Bucket, Transfer, default_device
 
 SHARD_BYTES = 5 * 10**9
 COMPANIONS = (
@@ -35,52 +36,51 @@ COMPANIONS = (
 
 def export_hf(
     folder: str | Path, layout: Layout, sources: Mapping[str, torch.Tensor], *, reference_folder: str | Path,
-    dtype: torch.dtype = torch.bfloat16, group: dist.ProcessGroup | None = None, writer: int = 0,
+    dtype: torch.dtype = torch.bfloat16, group: dist.ProcessGroup | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES, shard_bytes: int = SHARD_BYTES,
 ) -> None:  # fmt: skip
     """Write a model as a Hugging Face folder that transformers and vLLM open; collective over ``group``.
+
+    Global rank 0 writes; it holds at most two buckets besides its own shards.
 
     Args:
         folder: replaced as a whole once the export is complete.
         layout: of the model; ``sources`` are this rank's local buffers by its keys.
         reference_folder: the folder the model came from: its configuration (with the new dtype), tokenizer, chat
             template and generation configuration are copied.
-        writer: global rank that writes; it holds at most two buckets besides its own shards.
         shard_bytes: a larger model is written as several files and an index.
 
     Raises:
         ValueError, OSError: on every rank, naming the folder and the reason (no reference, disk full, ...).
     """
-    folder = Path(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    destination = Layout(layout.shapes, [Piece(n, writer, whole(s), n, whole(s)) for n, s in layout.shapes.items()])
-    copies = plan(layout, destination, dtype=dtype, bucket_bytes=bucket_bytes)
-    output = _Folder(folder, layout.shapes, dtype, shard_bytes) if rank == writer else None
+    copies = plan(layout, hf_layout(layout.shapes), dtype=dtype, bucket_bytes=bucket_bytes)
+    output = _Folder(Path(folder), layout.shapes, dtype, shard_bytes)
+
+    def together(action: Callable[[], None]) -> None:
+        """Rank 0 acts; if it fails, the same error is raised on every rank."""
+        on_each(
+            action if rank == 0 else lambda: None, group, catch=(OSError, ValueError),
+            describe=lambda error: (ValueError if isinstance(error, ValueError) else OSError, str(error)),
+            raised=lambda told: told[0](f"export to {folder} failed: {told[1]}"),
+        )  # fmt: skip
+
     try:
-        _together(folder, group, lambda: output.prepare(Path(reference_folder)) if output else None)
+        together(lambda: output.prepare(Path(reference_folder)))
         device = next((tensor.device for tensor in sources.values()), default_device(group))
         buffer = torch.empty(copies.buffer_bytes(rank), dtype=torch.uint8, device=device)
         failure: Exception | None = None
-        for bucket in execute(copies, sources, [buffer], group=group):
-            if output is not None and failure is None:
+        for bucket in Transfer(copies, group=group, buffers=[buffer]).buckets(sources):
+            if rank == 0 and failure is None:
                 try:
                     output.write(bucket)
                 except OSError as error:  # the others are in the middle of sending: go on receiving, then tell them
                     failure = error
                     output.discard()
-        _together(folder, group, lambda: output.publish(failure) if output else None)
+        together(lambda: output.publish(failure))
     finally:
-        if output is not None:
+        if rank == 0:
             output.discard()
-
-
-def _together(folder: Path, group: dist.ProcessGroup | None, action: Callable[[], None]) -> None:
-    """Run an action of the writer; if it fails, raise the same error on every rank."""
-    on_each(
-        action, group, catch=(OSError, ValueError),
-        describe=lambda error: (ValueError if isinstance(error, ValueError) else OSError, str(error)),
-        raised=lambda told: told[0](f"export to {folder} failed: {told[1]}"),
-    )  # fmt: skip
 
 
 def _stranger(folder: Path) -> str | None:
@@ -103,7 +103,7 @@ class _Folder:
         self.old = folder.with_name(f".{folder.name}.old")
         self.shards = _split(shapes, dtype.itemsize, shard_bytes)
         self.files: dict[str, tuple[int, int]] = {}  # tensor -> open file, byte at which the tensor starts
-        self.missing = sum(volume(whole(shape)) for shape in shapes.values()) * dtype.itemsize
+        self.missing = sum(map(math.prod, shapes.values())) * dtype.itemsize
 
     def prepare(self, reference: Path) -> None:
         """Create the folder with everything but the weights."""
@@ -153,22 +153,20 @@ class _Folder:
 
     def write(self, bucket: Bucket) -> None:
         """Write the rows that a bucket holds: runs of whole rows of each tensor, in one or more parts."""
-        parts: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+        parts: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for piece, values in bucket.tensors():
-            parts.setdefault(piece.name, []).append((piece, values))
+            parts.setdefault(piece.name, []).append((piece.index, values))
         for name, of_tensor in parts.items():
-            first = min(piece.index[0][0] for piece, _ in of_tensor)
-            last = max(piece.index[0][1] for piece, _ in of_tensor)
-            rows = of_tensor[0][1]
+            first, last = min(index[0][0] for index, _ in of_tensor), max(index[0][1] for index, _ in of_tensor)
+            rest, rows = self.shapes[name][1:], of_tensor[0][1]
             if len(of_tensor) > 1:
-                rows = torch.empty((last - first, *self.shapes[name][1:]), dtype=self.dtype)
-                for piece, values in of_tensor:
-                    rows[tuple(slice(lo, hi) for lo, hi in _from_row(piece, first))] = values
-            file, start = self.files[name]
-            row_bytes = volume(whole(self.shapes[name][1:])) * self.dtype.itemsize
-            assert rows.numel() * self.dtype.itemsize == (last - first) * row_bytes, f"{name}: rows come whole"
+                rows = torch.empty((last - first, *rest), dtype=self.dtype)
+                for ((lo, hi), *others), values in of_tensor:
+                    rows[tuple(slice(*bounds) for bounds in ((lo - first, hi - first), *others))] = values
+            assert rows.shape == (last - first, *rest), f"{name}: rows come whole"
             data = rows.cpu().reshape(-1).view(torch.uint8).numpy()
-            _write_at(file, start + first * row_bytes, memoryview(data))  # type: ignore[arg-type]
+            file, start = self.files[name]
+            _write_at(file, start + first * math.prod(rest) * self.dtype.itemsize, memoryview(data))  # type: ignore[arg-type]
             self.missing -= data.nbytes
 
     def publish(self, failure: Exception | None) -> None:
@@ -205,17 +203,12 @@ def _exchange(one: Path, other: Path) -> bool:
     return rename is not None and rename(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), exchange) == 0
 
 
-def _from_row(piece: Piece, first: int) -> tuple[tuple[int, int], ...]:
-    (lo, hi), rest = piece.index[0], piece.index[1:]
-    return ((lo - first, hi - first), *rest)
-
-
 def _split(shapes: Mapping[str, tuple[int, ...]], itemsize: int, shard_bytes: int) -> dict[str, list[str]]:
     """Tensors by file, in order; a file closes before it would exceed ``shard_bytes``."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, shape in shapes.items():
-        nbytes = volume(whole(shape)) * itemsize
+        nbytes = math.prod(shape) * itemsize
         if groups[-1] and used + nbytes > shard_bytes:
             groups.append([])
             used = 0

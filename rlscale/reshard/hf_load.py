@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlscale.reshard.layout import Box, Piece, volume, whole
+from rlscale.reshard.layout import Box, Piece, volume
 from rlscale.reshard.safetensors_file import TYPES, read_header
 from rlscale.reshard.transport import region
 
@@ -47,30 +48,29 @@ def load_pieces(
             point, or one that the architecture doesn't have; before anything is written to the buffers. The message
             names it.
     """
-    pieces = list(pieces)
-    places = _tensor_files(Path(folder))
-    _refuse_unknown(Path(folder), places, shapes)
-    absent = set()
+    pieces, folder = list(pieces), Path(folder)
+    places = _tensor_files(folder)
+    _refuse_unknown(folder, places, shapes)
+    absent: set[str] = set()
+    wanted: dict[Path, list[Piece]] = {}
     for piece in pieces:
         if piece.key not in dest:
             raise ValueError(f"{folder}: no local buffer {piece.key} for tensor {piece.name}")
-        if piece.name not in places:
-            if piece.name not in optional:
-                raise ValueError(f"{folder}: tensor {piece.name} is missing")
-            absent.add(piece.name)
-    wanted: dict[Path, list[Piece]] = {}
-    for piece in pieces:
-        if piece.name not in absent:
+        if piece.name in places:
             wanted.setdefault(places[piece.name], []).append(piece)
-    files = {path: _File(path) for path in wanted}
-    for path, of_file in wanted.items():
+        elif piece.name in optional:
+            absent.add(piece.name)
+        else:
+            raise ValueError(f"{folder}: tensor {piece.name} is missing")
+    files = [(_File(path), of_file) for path, of_file in wanted.items()]
+    for file, of_file in files:
         for piece in of_file:
-            files[path].check(piece.name, shapes[piece.name])
+            file.check(piece.name, shapes[piece.name])
     _zero_padding(folder, pieces, dest, absent)
-    for path, of_file in wanted.items():
-        with open(path, "rb", buffering=0) as handle:
+    for file, of_file in files:
+        with open(file.path, "rb", buffering=0) as handle:
             for piece in of_file:
-                files[path].read(handle.fileno(), piece, region(dest[piece.key], piece), on_read or (lambda _: None))
+                file.read(handle.fileno(), piece, region(dest[piece.key], piece), on_read or (lambda _: None))
     return absent
 
 
@@ -109,17 +109,13 @@ class _File:
             raise ValueError(f"{self.path}: tensor {name} has shape {list(stored)}, expected {list(shape)}")
         if kind not in TYPES:
             raise ValueError(f"{self.path}: tensor {name} has type {kind}, which cannot be converted")
-        if stop - start != volume(whole(shape)) * TYPES[kind].itemsize:
+        if stop - start != math.prod(shape) * TYPES[kind].itemsize:
             raise ValueError(f"{self.path}: tensor {name} has {stop - start} bytes, too few or many for its shape")
 
     def read(self, file: int, piece: Piece, target: torch.Tensor, on_read: Callable[[int], None]) -> None:
         """Fill ``target`` with a slice, in parts of at most `READ_BYTES`."""
         kind, shape, start, _ = self.tensors[piece.name]
         dtype = TYPES[kind]
-        # the slice is rows (of one or more dimensions) of runs: the last dimensions that it takes whole are one run
-        split = len(shape)
-        while split > 1 and piece.index[split - 1] == (0, shape[split - 1]):
-            split -= 1
         straight = target.dtype == dtype and target.is_contiguous() and target.device.type == "cpu"
         row_bytes = volume(piece.index[1:]) * dtype.itemsize
         (lo, hi), rest = piece.index[0], piece.index[1:]
@@ -130,7 +126,7 @@ class _File:
             values = part if straight else torch.empty(part.shape, dtype=dtype)
             memory = memoryview(values.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             at = 0
-            for offset, nbytes in _runs(shape, ((first, last), *rest), split, dtype.itemsize):
+            for offset, nbytes in _runs(shape, ((first, last), *rest), dtype.itemsize):
                 self._read_at(file, self.data + start + offset, memory[at : at + nbytes])
                 on_read(nbytes)
                 at += nbytes
@@ -145,17 +141,17 @@ class _File:
             memory, offset = memory[count:], offset + count
 
 
-def _runs(shape: tuple[int, ...], index: Box, split: int, itemsize: int) -> Iterator[tuple[int, int]]:
+def _runs(shape: tuple[int, ...], index: Box, itemsize: int) -> Iterator[tuple[int, int]]:
     """Bytes of a slice that lie behind each other, (offset in the tensor, number), in row-major order."""
-    strides = [itemsize * volume(whole(shape[dim + 1 :])) for dim in range(len(shape))]
-    if not shape:
-        yield 0, itemsize
-        return
-    run_dim = split - 1
-    (lo, hi), outer = index[run_dim], index[:run_dim]
-    for place in itertools.product(*(range(a, b) for a, b in outer)):
-        base = sum(i * stride for i, stride in zip(place, strides, strict=False))
-        yield base + lo * strides[run_dim], (hi - lo) * strides[run_dim]
+    # rows (of one or more dimensions) of runs: the last dimensions that the slice takes whole are one run
+    split = len(shape)
+    while split > 1 and index[split - 1] == (0, shape[split - 1]):
+        split -= 1
+    strides = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(split)]
+    (lo, hi), stride = index[split - 1], strides[-1]
+    for place in itertools.product(*(range(*bounds) for bounds in index[: split - 1])):
+        base = sum(i * step for i, step in zip(place, strides, strict=False))
+        yield base + lo * stride, (hi - lo) * stride
 
 
 def _refuse_unknown(folder: Path, names: Iterable[str], shapes: Mapping[str, Any]) -> None:
@@ -165,9 +161,7 @@ def _refuse_unknown(folder: Path, names: Iterable[str], shapes: Mapping[str, Any
             raise ValueError(f"{folder}: tensor {name} does not belong to the architecture of its config.json")
 
 
-def _zero_padding(
-    folder: str | Path, pieces: Iterable[Piece], dest: Mapping[str, torch.Tensor], absent: set[str]
-) -> None:
+def _zero_padding(folder: Path, pieces: Iterable[Piece], dest: Mapping[str, torch.Tensor], absent: set[str]) -> None:
     held: dict[str, int] = dict.fromkeys(dest, 0)
     for piece in pieces:
         held[piece.key] += volume(piece.at)

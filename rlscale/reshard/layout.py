@@ -8,10 +8,11 @@ devices and dtypes play no part here, so that a layout of 256 ranks can be reaso
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,23 +41,19 @@ class Piece:
         if index == self.index:
             return self
         extra = len(self.at) - len(self.index)
-        at = self.at[:extra] + tuple(
-            (here + lo - start, here + hi - start)
-            for (lo, hi), (start, _), (here, _) in zip(index, self.index, self.at[extra:], strict=True)
-        )
+        at = self.at[:extra] + moved(index, self.index, self.at[extra:])
         return Piece(self.name, self.rank, index, self.key, at)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the slice in the canonical tensor."""
-        return tuple(hi - lo for lo, hi in self.index)
+        return lengths(self.index)
 
 
 Held = tuple[str, Box, str, Box]  # a piece without its rank: name, index, key, at
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """What all of ``ranks`` hold alike, in the order of delivery."""
 
     ranks: tuple[int, ...]
@@ -69,46 +66,31 @@ class Layout:
     The order of the pieces of one rank is the order in which a transfer delivers them. Ranks are global ranks. Ranks
     that hold the same (data-parallel replicas) are kept as one `Shard`, so that what is said of it is said once.
 
+    Args:
+        shards: ranks, and what each of them holds besides its ``pieces``; a rank may stand in several.
+
     Raises:
         ValueError: a piece of an unknown tensor, out of bounds, or with different shapes on its two sides; a tensor of
             which some element is held by nobody.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[Piece]):
-        by_rank: dict[int, list[Held]] = {}
-        for p in pieces:
-            by_rank.setdefault(p.rank, []).append((p.name, p.index, p.key, p.at))
-        self._set(shapes, [((rank,), held) for rank, held in by_rank.items()])
-
-    @classmethod
-    def of_shards(
-        cls, shapes: Mapping[str, tuple[int, ...]], shards: Iterable[tuple[Iterable[int], Iterable[Held]]]
-    ) -> Layout:
-        """The same from what groups of ranks hold; a rank may stand in several groups.
-
-        Args:
-            shards: ranks, and what each of them holds.
-        """
-        out = cls.__new__(cls)
-        out._set(shapes, [(tuple(ranks), tuple(held)) for ranks, held in shards])
-        return out
-
-    def _set(
-        self, shapes: Mapping[str, tuple[int, ...]], groups: Sequence[tuple[tuple[int, ...], Sequence[Held]]]
-    ) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        pieces: Iterable[Piece] = (),
+        shards: Iterable[tuple[Iterable[int], Sequence[Held]]] = (),
+    ):
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in shapes.items()}
-        parts: dict[int, list[int]] = {}
-        for number, (ranks, _) in enumerate(groups):
+        held: dict[int, list[Held]] = {}
+        for p in pieces:
+            held.setdefault(p.rank, []).append((p.name, p.index, p.key, p.at))
+        for ranks, slices in shards:
             for rank in ranks:
-                parts.setdefault(rank, []).append(number)
-        joined: dict[tuple[int, ...], tuple[Held, ...]] = {}
+                held.setdefault(rank, []).extend(slices)
         alike: dict[tuple[Held, ...], list[int]] = {}
-        for rank, numbers in sorted(parts.items()):
-            if (which := tuple(numbers)) not in joined:
-                joined[which] = tuple(held for number in numbers for held in groups[number][1])
-            if joined[which]:
-                alike.setdefault(joined[which], []).append(rank)
-        self.shards = [Shard(tuple(ranks), slices) for slices, ranks in alike.items()]
+        for rank in sorted(held):
+            alike.setdefault(tuple(held[rank]), []).append(rank)
+        self.shards = [Shard(tuple(ranks), slices) for slices, ranks in alike.items() if slices]
         self._validate()
 
     def _validate(self) -> None:
@@ -128,22 +110,18 @@ class Layout:
         shape = self.shapes.get(name)
         if shape is None:
             raise ValueError(f"layout: rank {rank} holds {name}, which is not a tensor of this model")
-        inside = len(index) == len(shape) and all(0 <= lo < hi <= n for (lo, hi), n in zip(index, shape, strict=True))
-        if not inside:
+        if len(index) != len(shape) or any(not 0 <= lo < hi <= n for (lo, hi), n in zip(index, shape, strict=True)):
             raise ValueError(f"layout: {name}{_text(index)} of rank {rank} is outside {list(shape)}")
-        extra = len(at) - len(shape)
-        same = extra >= 0 and all(lo >= 0 for lo, _ in at)
-        same = same and [hi - lo for lo, hi in at] == [1] * extra + [hi - lo for lo, hi in index]
-        if not same:
+        lead = (1,) * (len(at) - len(shape))
+        if any(lo < 0 for lo, _ in at) or lengths(at) != lead + lengths(index):
             raise ValueError(f"layout: {name}{_text(index)} does not fit {key}{_text(at)}, rank {rank}")
 
     def __eq__(self, other: object) -> bool:
         """Whether the same ranks hold the same of the same model, in the same order."""
-        if not isinstance(other, Layout):
-            return NotImplemented
-        return self.shapes == other.shapes and self.shards == other.shards
+        return isinstance(other, Layout) and self.fingerprint == other.fingerprint
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -178,23 +156,11 @@ class Layout:
         """The number of each rank's shard; ranks that hold nothing have none."""
         return {rank: number for number, shard in enumerate(self.shards) for rank in shard.ranks}
 
-    @property
-    def by_rank(self) -> dict[int, list[Piece]]:
-        """The pieces of each rank, in the order of the layout."""
-        return {rank: self.of_rank(rank) for rank in sorted(self.shard_of)}
-
     def of_rank(self, rank: int) -> list[Piece]:
-        """The pieces of one rank; none if it holds nothing."""
+        """The pieces of one rank, in the order of delivery; none if it holds nothing."""
         if rank not in self.shard_of:
             return []
         return [piece_of(rank, held) for held in self.shards[self.shard_of[rank]].slices]
-
-    def only(self, names: Iterable[str]) -> Layout:
-        """The same layout of some of the tensors."""
-        keep = set(names)
-        shapes = {name: shape for name, shape in self.shapes.items() if name in keep}
-        shards = [(shard.ranks, [held for held in shard.slices if held[0] in keep]) for shard in self.shards]
-        return Layout.of_shards(shapes, shards)
 
 
 def piece_of(rank: int, held: Held) -> Piece:
@@ -219,7 +185,7 @@ def rank_pieces_from_dicts(dicts: Iterable[Mapping[str, Any]], shapes: Mapping[s
 
     pieces = [Piece(str(d["name"]), int(d["rank"]), box(d["index"]), str(d["key"]), box(d["at"])) for d in dicts]
     names = {piece.name for piece in pieces}
-    return Layout({name: tuple(shape) for name, shape in shapes.items() if name in names}, pieces)
+    return Layout({name: shape for name, shape in shapes.items() if name in names}, pieces)
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -227,12 +193,19 @@ def whole(shape: tuple[int, ...]) -> Box:
     return tuple((0, n) for n in shape)
 
 
+def lengths(box: Box) -> tuple[int, ...]:
+    """The shape of what a box holds."""
+    return tuple(hi - lo for lo, hi in box)
+
+
 def volume(box: Box) -> int:
     """Number of elements of a box (1 for a scalar's empty box)."""
-    out = 1
-    for lo, hi in box:
-        out *= hi - lo
-    return out
+    return math.prod([hi - lo for lo, hi in box])
+
+
+def moved(box: Box, origin: Box, target: Box) -> Box:
+    """``box``, which lies inside ``origin``, at the same place inside ``target``."""
+    return tuple((lo - a + b, hi - a + b) for (lo, hi), (a, _), (b, _) in zip(box, origin, target, strict=True))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -259,8 +232,6 @@ def subtract(boxes: Iterable[Box], holes: Iterable[Box]) -> list[Box]:
     """Disjoint boxes that cover what ``holes`` leave of ``boxes``."""
     rest = list(boxes)
     for hole in holes:
-        if not rest:
-            break
         rest = [part for box in rest for part in _without(box, hole)]
     return rest
 

@@ -10,16 +10,15 @@ arguments: every rank computes the same one and knows its part.
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlscale.reshard.cover import Copies, Ints, cover
-from rlscale.reshard.layout import Box, Layout, Piece, piece_of
+from rlscale.reshard.cover import cover
+from rlscale.reshard.layout import Box, Ints, Layout, Piece, piece_of
 from rlscale.reshard.rounds import schedule
 from rlscale.reshard.senders import choose
 
@@ -78,19 +77,17 @@ class Traffic:
         lower_bound: bytes by rank that no plan can save: each wanted slice less what the rank already holds.
         links: bytes by the link that they take: ``device`` (own copies), ``node`` and ``network`` (between nodes; none
             where ``ranks_per_node`` is not known).
-        from_network, to_network: bytes by rank that come from, go to other nodes.
+        from_network: bytes by rank that come from other nodes.
     """
 
     def __init__(
         self, source: Layout, destination: Layout, dtypes: Mapping[str, torch.dtype], bucket_bytes: int,
-        ranks_per_node: int | None, spread: bool = True,
+        ranks_per_node: int | None,
     ):  # fmt: skip
         itemsizes = {name: dtypes[name].itemsize for name in destination.shapes}
-        self.copies: Copies = cover(source, destination, itemsizes, bucket_bytes, spread)
-        table, senders = self.copies, sorted(source.shard_of)
-        self.sender: Ints = choose(
-            table.receiver, table.nbytes, table.held, table.holders, len(senders), ranks_per_node
-        )
+        table = self.copies = cover(source, destination, itemsizes, bucket_bytes)
+        senders = sorted(source.shard_of)
+        self.sender: Ints = choose(table, len(senders), ranks_per_node)
         own = self.sender == table.receiver
         self.local = self._by_rank(table.receivers, table.receiver, own)
         self.received = self._by_rank(table.receivers, table.receiver, ~own)
@@ -100,8 +97,7 @@ class Traffic:
         if ranks_per_node is not None:
             far = self.sender // ranks_per_node != table.receiver // ranks_per_node
         self.from_network = self._by_rank(table.receivers, table.receiver, far)
-        self.to_network = self._by_rank(senders, self.sender, far)
-        total, network, device = sum(self.received.values()), sum(self.to_network.values()), sum(self.local.values())
+        total, network, device = (sum(by.values()) for by in (self.received, self.from_network, self.local))
         self.links = {"device": device, "node": total - network, "network": network}
 
     def _by_rank(self, ranks: list[int], column: Ints, rows: np.ndarray) -> dict[int, int]:
@@ -110,7 +106,7 @@ class Traffic:
         return {rank: int(sums[rank]) for rank in ranks}
 
 
-class Plan:
+class Plan(Traffic):
     """Copies by receiving rank and round; every rank goes through all the rounds, also where it has nothing to do.
 
     The copies of all ranks are columns of numbers; those of a rank become `Copy` objects when they are asked for.
@@ -119,32 +115,29 @@ class Plan:
         bucket_bytes: most bytes that a rank receives in a round, and most that it needs to pack what it sends, both
             with alignment; only a chunk as large as a bucket may exceed it, by its alignment.
         rounds: number of rounds.
-        traffic: bytes by rank and by link, and the lower bound.
-        received, sent, local: as in `Traffic`.
     """
 
     def __init__(
         self, source: Layout, destination: Layout, dtypes: Mapping[str, torch.dtype], bucket_bytes: int,
         ranks_per_node: int | None,
     ):  # fmt: skip
+        super().__init__(source, destination, dtypes, bucket_bytes, ranks_per_node)
         self.source, self.destination, self.dtypes, self.bucket_bytes = source, destination, dtypes, bucket_bytes
-        self.traffic = Traffic(source, destination, dtypes, bucket_bytes, ranks_per_node)
-        self.received, self.sent, self.local = self.traffic.received, self.traffic.sent, self.traffic.local
         self._incoming: dict[int, list[list[Copy]]] = {}
         self._outgoing: dict[int, dict[int, list[Message]]] = {}
         self._schedule()
 
     def _schedule(self) -> None:
         """Set each row's round, the order of rows in the buckets, and their offsets there."""
-        table, sender = self.traffic.copies, self.traffic.sender
+        table, sender = self.copies, self.sender
         kinds = set(self.dtypes.values())
         align = max(t.itemsize for t in kinds) if len(kinds) > 1 else 1
-        sizes = -(-table.nbytes // align) * align
+        sizes = aligned(table.nbytes, align)
         chunks = int(table.chunk[-1]) + 1 if len(table.chunk) else 0
         sent = np.flatnonzero(sender != table.receiver)
         ranks = int(sender.max()) + 1 if len(sender) else 1
         pairs, pair_of = np.unique(table.chunk[sent] * ranks + sender[sent], return_inverse=True)
-        room = -(-sizes // STAGING_ALIGN) * STAGING_ALIGN  # what staging takes at most
+        room = aligned(sizes)  # what staging takes at most
         shares, of_chunk = np.zeros(len(pairs), np.int64), np.zeros(chunks, np.int64)
         np.add.at(shares, pair_of, room[sent])
         np.add.at(of_chunk, table.chunk, room)
@@ -164,23 +157,23 @@ class Plan:
         self._offset = np.zeros(len(key), np.int64)
         self._offset[self._order] = begins - begins[starts]
 
-    @cached_property
-    def incoming(self) -> dict[int, list[list[Copy]]]:
-        """``incoming[rank][round]``, in the order of the bucket: copies of one sender stand together."""
-        return {rank: self._into(rank) for rank in self.traffic.copies.receivers}
-
-    def bucket(self, rank: int, number: int) -> list[Copy]:
-        """What fills the bucket of ``rank`` in round ``number``."""
-        return self._into(rank)[number] if rank in self.destination.shard_of else []
+    def incoming(self, rank: int) -> list[list[Copy]]:
+        """What fills the bucket of a rank in each round, in its order: copies of one sender stand together."""
+        if rank not in self._incoming:
+            rows = self._rows_of(rank)
+            rounds = self._incoming[rank] = [[] for _ in range(self.rounds)]
+            for copy, number in zip(self._objects(rows), self._round[rows].tolist(), strict=True):
+                rounds[number].append(copy)
+        return self._incoming[rank]
 
     def messages_to(self, rank: int, number: int) -> list[Message]:
         """Messages that ``rank`` receives in a round, in the order of its bucket; own copies are none."""
-        return list(_messages(rank, self.bucket(rank, number)))
+        return _messages(rank, self.incoming(rank)[number])
 
     def messages_from(self, rank: int, number: int) -> list[Message]:
         """Messages that ``rank`` sends in a round, by receiver, each receiver's in the order of its bucket."""
         if rank not in self._outgoing:
-            rows = self._order[self.traffic.sender[self._order] == rank]
+            rows = self._order[self.sender[self._order] == rank]
             to: dict[tuple[int, int], list[Copy]] = {}
             for copy, number_ in zip(self._objects(rows), self._round[rows].tolist(), strict=True):
                 if copy.wanted.rank != rank:
@@ -193,59 +186,47 @@ class Plan:
     def buffer_bytes(self, rank: int) -> int:
         """Size of the largest bucket of ``rank``: what a buffer for it must hold."""
         rows = self._rows_of(rank)
-        return int((self._offset[rows] + self.traffic.copies.nbytes[rows]).max(initial=0))
-
-    def staging_bytes(self, rank: int) -> int:
-        """The most that ``rank`` sends in a round, messages rounded up to `STAGING_ALIGN`: room enough to pack it."""
-        totals = (
-            sum(-(-m.nbytes // STAGING_ALIGN) * STAGING_ALIGN for m in self.messages_from(rank, number))
-            for number in range(self.rounds)
-        )
-        return max(totals, default=0)
+        return int((self._offset[rows] + self.copies.nbytes[rows]).max(initial=0))
 
     def from_rank(self, rank: int) -> Iterator[Copy]:
         """All copies that read buffers of ``rank``, its own included."""
-        yield from self._objects(np.flatnonzero(self.traffic.sender == rank))
+        return self._objects(np.flatnonzero(self.sender == rank))
 
     @cached_property
     def digest(self) -> int:
         """32 bits that differ, in all likelihood, where two ranks computed different plans."""
         ends = f"{self.source.fingerprint} {self.destination.fingerprint} {self.bucket_bytes} {self.rounds}"
         out = zlib.crc32(ends.encode())
-        for column in (self.traffic.copies.nbytes, self.traffic.sender, self._round, self._offset):
+        for column in (self.copies.nbytes, self.sender, self._round, self._offset):
             out = zlib.crc32(np.ascontiguousarray(column).tobytes(), out)
         return out
 
     def _rows_of(self, rank: int) -> Ints:
-        receiver = self.traffic.copies.receiver
+        receiver = self.copies.receiver
         return self._order[np.searchsorted(receiver, rank) : np.searchsorted(receiver, rank, side="right")]
-
-    def _into(self, rank: int) -> list[list[Copy]]:
-        if rank not in self._incoming:
-            rows = self._rows_of(rank)
-            rounds = self._incoming[rank] = [[] for _ in range(self.rounds)]
-            for copy, number in zip(self._objects(rows), self._round[rows].tolist(), strict=True):
-                rounds[number].append(copy)
-        return self._incoming[rank]
 
     def _objects(self, rows: Ints) -> Iterator[Copy]:
         """Rows as copies."""
-        table = self.traffic.copies
-        columns = (self.traffic.sender, table.receiver, table.place, table.own, table.held, table.nbytes, self._offset)
-        wanted_of = table.wanted
-        for sender, receiver, place, own, held, nbytes, offset in zip(
-            *(c[rows].tolist() for c in columns), strict=True
-        ):
-            wanted = self.destination.shards[self.destination.shard_of[receiver]].slices[wanted_of[place]]
+        table = self.copies
+        columns = (self.sender, table.receiver, table.place, table.own, table.held, table.nbytes, self._offset)
+        values = zip(*(column[rows].tolist() for column in columns), strict=True)
+        for sender, receiver, place, own, held, nbytes, offset in values:
             shard = self.source.shard_of[sender]
-            position = own if own >= 0 else table.slices[held][shard]
+            source = self.source.shards[shard].slices[own if own >= 0 else table.slices[held][shard]]
+            wanted = self.destination.shards[self.destination.shard_of[receiver]].slices[table.wanted[place]]
             yield Copy(
-                table.boxes[place], piece_of(sender, self.source.shards[shard].slices[position]),
-                piece_of(receiver, wanted), self.dtypes[wanted[0]], nbytes, offset,
-            )  # fmt: skip
+                table.boxes[place],
+                piece_of(sender, source),
+                piece_of(receiver, wanted),
+                self.dtypes[wanted[0]],
+                nbytes,
+                offset,
+            )
 
 
-_plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+@lru_cache(KEPT)
+def _made(source: Layout, destination: Layout, dtypes: tuple[torch.dtype, ...], *rest: Any) -> Plan:
+    return Plan(source, destination, dict(zip(destination.shapes, dtypes, strict=True)), *rest)
 
 
 def plan(
@@ -273,28 +254,14 @@ def plan(
         ValueError: a tensor that the source lacks or holds in another shape, or (if ``complete``) that only the source
             has; a bucket smaller than one row.
     """
-    check_same_model(source, destination, complete)
-    dtypes = dtypes_of(destination, dtype)
+    _check_same_model(source, destination, complete)
     if ranks_per_node is not None and ranks_per_node < 1:
         raise ValueError(f"plan: ranks_per_node {ranks_per_node} is not positive")
-    key = (
-        source.fingerprint, destination.fingerprint, tuple(dtypes.values()), bucket_bytes, ranks_per_node,
-    )  # fmt: skip
-    if key not in _plans:
-        _plans[key] = Plan(source, destination, dtypes, bucket_bytes, ranks_per_node)
-        while len(_plans) > KEPT:
-            _plans.popitem(last=False)
-    _plans.move_to_end(key)
-    return _plans[key]
+    of = dtype if isinstance(dtype, Mapping) else dict.fromkeys(destination.shapes, dtype)
+    return _made(source, destination, tuple(of[name] for name in destination.shapes), bucket_bytes, ranks_per_node)
 
 
-def dtypes_of(layout: Layout, dtype: torch.dtype | Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """The dtype of every tensor of a layout."""
-    return {name: dtype[name] if isinstance(dtype, Mapping) else dtype for name in layout.shapes}
-
-
-def check_same_model(source: Layout, destination: Layout, complete: bool = False) -> None:
-    """Raise ValueError, naming tensors, unless ``destination`` is made of (if ``complete``: all) the source's."""
+def _check_same_model(source: Layout, destination: Layout, complete: bool) -> None:
     have, want = source.shapes, destination.shapes
     if lacking := [name for name in want if name not in have]:
         raise ValueError(
@@ -304,34 +271,31 @@ def check_same_model(source: Layout, destination: Layout, complete: bool = False
         raise ValueError(
             f"plan: the source holds {_names(extra)}, which the destination has no place for: other architectures?"
         )
-    for name, shape in want.items():
-        if have[name] != shape:
-            others = sum(have[n] != s for n, s in want.items()) - 1
-            more = f" ({others} more tensors differ)" if others else ""
-            raise ValueError(f"plan: {name} has shape {list(have[name])} in the source, {list(shape)} here{more}")
+    differ = [name for name, shape in want.items() if have[name] != shape]
+    for name in differ[:1]:
+        more = f" ({len(differ) - 1} more tensors differ)" if len(differ) > 1 else ""
+        raise ValueError(f"plan: {name} has shape {list(have[name])} in the source, {list(want[name])} here{more}")
 
 
-def _names(names: Iterable[str]) -> str:
-    first, *others = names
-    return first + (f" and {len(others)} more" if others else "")
+def _names(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _messages(rank: int, copies: list[Copy]) -> Iterator[Message]:
+def aligned(nbytes: Any, align: int = STAGING_ALIGN) -> Any:
+    """The next multiple of ``align``."""
+    return -(-nbytes // align) * align
+
+
+def _messages(rank: int, copies: list[Copy]) -> list[Message]:
     """Small copies of one sender that lie behind each other are one message; large ones go alone."""
-    open_message: Message | None = None
+    out: list[Message] = []
     for copy in copies:
-        alone = copy.nbytes >= DIRECT_BYTES
-        if open_message is not None and (alone or copy.sender != open_message.source):
-            yield open_message
-            open_message = None
         if copy.sender == rank:
             continue
-        if alone:
-            yield Message(copy.sender, rank, [copy], copy.offset, copy.nbytes)
-        elif open_message is None:
-            open_message = Message(copy.sender, rank, [copy], copy.offset, copy.nbytes)
+        last = out[-1] if out and copy.nbytes < DIRECT_BYTES else None
+        if last is not None and last.source == copy.sender and last.copies[-1].nbytes < DIRECT_BYTES:
+            last.copies.append(copy)
+            last.nbytes = copy.offset + copy.nbytes - last.offset
         else:
-            open_message.copies.append(copy)
-            open_message.nbytes = copy.offset + copy.nbytes - open_message.offset
-    if open_message is not None:
-        yield open_message
+            out.append(Message(copy.sender, rank, [copy], copy.offset, copy.nbytes))
+    return out

@@ -52,9 +52,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], int]:
     return tensors, 8 + length
 
 
-def make_header(
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], align: int
-) -> tuple[bytes, dict[str, int]]:
+def make_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], align: int) -> tuple[bytes, dict[str, int]]:
     """What a file begins with, and the byte at which each tensor starts if they follow in this order.
 
     Args:

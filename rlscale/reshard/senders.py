@@ -7,37 +7,28 @@ first. So a receiver has few senders, and the loads differ by little more than a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from rlscale.reshard.cover import Copies
 from rlscale.reshard.layout import Ints
 
 NEAR = 1.2  # a rank serves its node before others up to this multiple of a fair share of what its slices' holders send
 
 
-def choose(
-    receiver: Ints,
-    nbytes: Ints,
-    held: Ints,
-    holders: Sequence[tuple[int, ...]],
-    senders: int,
-    ranks_per_node: int | None,
-) -> Ints:
+def choose(copies: Copies, senders: int, ranks_per_node: int | None) -> Ints:
     """The sender of every copy.
 
     Args:
-        receiver, nbytes, held: columns of `rlscale.reshard.cover.Copies`; own copies have ``held`` -1.
-        holders: the ranks that hold each source slice.
         senders: number of ranks that hold anything.
         ranks_per_node: ranks ``[n * ranks_per_node, (n + 1) * ranks_per_node)`` share a node; None: all do.
     """
+    receiver, nbytes, held = copies.receiver, copies.nbytes, copies.held
     sender = receiver.copy()
     away = np.flatnonzero(held >= 0)
     if not len(away):
         return sender
     numbers: dict[tuple[int, ...], int] = {}
-    which = np.array([numbers.setdefault(ranks, len(numbers)) for ranks in holders])
+    which = np.array([numbers.setdefault(ranks, len(numbers)) for ranks in copies.holders])
     groups = {number: away[rows] for number, rows in _grouped(which[held[away]])}
     sets = list(numbers)
     fewest_first = sorted(groups, key=lambda number: (len(sets[number]), number))

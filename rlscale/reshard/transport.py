@@ -11,16 +11,16 @@ run are calls of send, receive and copy.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlscale.reshard.layout import Piece
-from rlscale.reshard.plan import STAGING_ALIGN, Copy, Message, Plan
+from rlscale.reshard.plan import STAGING_ALIGN, Copy, Message, Plan, aligned
 
 Tensors = Mapping[str, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]  # destination and source of a local copy
@@ -28,24 +28,20 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # destination and source of a local co
 
 @dataclass
 class Bucket:
-    """What one rank received in one round; may be empty.
+    """What one rank received in one round; may be empty. Valid until the next bucket is asked for.
 
-    ``buffer`` is the caller's, cut to the bytes in use (uint8 ``[n]``); ``pieces[i]`` lies at ``offsets[i]`` bytes as a
-    contiguous tensor of ``dtypes[i]`` and shape ``pieces[i].shape``. A destination piece may come in several parts,
-    each a `Piece` of its own. Valid until the next bucket is asked for.
+    ``buffer`` is the caller's, cut to the bytes in use (uint8 ``[n]``). A destination piece may come in several parts,
+    each a copy of its own.
     """
 
     number: int
-    pieces: list[Piece]
-    offsets: list[int]
-    dtypes: list[torch.dtype]
+    copies: list[Copy]
     buffer: torch.Tensor
 
     def tensors(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Every piece with a view of its values."""
-        for piece, offset, dtype in zip(self.pieces, self.offsets, self.dtypes, strict=True):
-            nbytes = math.prod(piece.shape) * dtype.itemsize
-            yield piece, self.buffer[offset : offset + nbytes].view(dtype).view(piece.shape)
+        for copy in self.copies:
+            yield copy.destination, _typed(self.buffer, copy.offset, copy)
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -62,46 +58,26 @@ def region(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return tensor.detach()[lead + tuple(slice(lo, hi) for lo, hi in piece.at[extra:])]
 
 
-def execute(
-    plan: Plan, sources: Tensors, buffers: Sequence[torch.Tensor], *,
-    group: dist.ProcessGroup | None = None, staging: torch.Tensor | None = None,
-) -> Iterator[Bucket]:  # fmt: skip
-    """Run the plan once and yield this rank's bucket of every round: `Transfer.buckets`."""
-    return Transfer(plan, group=group, buffers=buffers, staging=staging).buckets(sources)
-
-
-def execute_into(
-    plan: Plan, sources: Tensors, destinations: Tensors, *, group: dist.ProcessGroup | None = None
-) -> None:  # fmt: skip
-    """Run the plan once and write every piece to its place in this rank's ``destinations``: `Transfer.into`."""
-    Transfer(plan, group=group).into(sources, destinations)
-
-
 class Transfer:
     """A plan on this rank, with the buffers and views that its runs share; every run is collective over ``group``.
 
     Args:
         buffers: for `buckets`: one or two uint8 tensors of ``plan.buffer_bytes(rank)`` each, on the device of the
             sources. With two, the next round travels while the caller works on this one.
-        staging: reusable uint8 tensor of ``plan.staging_bytes(rank)``; otherwise allocated as large as is needed.
     """
 
-    def __init__(
-        self, plan: Plan, *, group: dist.ProcessGroup | None = None, buffers: Sequence[torch.Tensor] = (),
-        staging: torch.Tensor | None = None,
-    ):  # fmt: skip
-        self.plan, self.group, self.buffers, self.staging = plan, group, list(buffers), staging
+    def __init__(self, plan: Plan, *, group: dist.ProcessGroup | None = None, buffers: Sequence[torch.Tensor] = ()):
+        self.plan, self.group, self.buffers = plan, group, list(buffers)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.rounds: list[_Round] = []
         self.made_for: object = None
         self.ahead = False
-        self.kept: list[torch.Tensor] = []  # temporary memory that this object allocated
+        self.allocated: list[torch.Tensor] = []  # temporary memory of this object's own
 
     @property
     def temporary_bytes(self) -> int:
         """Size of all buffers of this rank, given or allocated."""
-        given = [*self.buffers, *([self.staging] if self.staging is not None else [])]
-        return sum(tensor.nbytes for tensor in [*given, *self.kept])
+        return sum(tensor.nbytes for tensor in [*self.buffers, *self.allocated])
 
     def buckets(self, sources: Tensors) -> Iterator[Bucket]:
         """Yield this rank's bucket of every round.
@@ -145,9 +121,10 @@ class Transfer:
                 work.wait()
             if following is not None and number + 1 not in posted:
                 posted[number + 1] = self._post(number + 1)
-            if this.used.device.type == "cuda":  # another process may read the bucket: it must be there, not queued
-                torch.cuda.current_stream(this.used.device).synchronize()
-            yield Bucket(number, this.pieces, this.offsets, this.dtypes, this.used)
+            device = this.bucket.buffer.device
+            if device.type == "cuda":  # another process may read the bucket: it must be there, not queued
+                torch.cuda.current_stream(device).synchronize()
+            yield this.bucket
 
     @torch.no_grad()
     def _post(self, number: int) -> list[Any]:
@@ -166,7 +143,7 @@ class Transfer:
         if made_for == self.made_for:
             self._agree(None, sources)
             return
-        self.made_for, self.rounds, self.kept = None, [], []
+        self.made_for, self.rounds, self.allocated = None, [], []
         self._agree(self._violation(sources, destinations), sources)
         device = next((t.device for t in [*sources.values(), *(destinations or {}).values(), *self.buffers]), None)
         self._make(sources, destinations, device or default_device(self.group))
@@ -174,8 +151,8 @@ class Transfer:
 
     def _make(self, sources: Tensors, destinations: Tensors | None, device: torch.device) -> None:
         def allocate(nbytes: int) -> torch.Tensor:
-            self.kept.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
-            return self.kept[-1]
+            self.allocated.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+            return self.allocated[-1]
 
         parts = [_Parts(self.plan, self.rank, number, sources, destinations) for number in range(self.plan.rounds)]
         room = max((part.staging_bytes for part in parts), default=0)
@@ -187,11 +164,8 @@ class Transfer:
             if 2 * need + room <= 2 * self.plan.bucket_bytes:
                 buffers.append(allocate(need))
         self.ahead = len(buffers) > 1
-        staging = self.staging
-        if staging is None or staging.numel() < room:
-            staging = allocate(room)
-        for number, part in enumerate(parts):
-            self.rounds.append(part.make(buffers[number % len(buffers)], staging, self.group))
+        staging = allocate(room)
+        self.rounds = [part.make(buffers[n % len(buffers)], staging, self.group) for n, part in enumerate(parts)]
 
     def _violation(self, sources: Tensors, destinations: Tensors | None) -> str | None:
         """The first thing that is wrong with what the caller gave on this rank."""
@@ -199,10 +173,9 @@ class Transfer:
             if (problem := _misfit("source", sources, copy.source)) is not None:
                 return problem
         if destinations is not None:
-            for number in range(self.plan.rounds):
-                for copy in self.plan.bucket(self.rank, number):
-                    if (problem := _misfit("destination", destinations, copy.destination)) is not None:
-                        return problem
+            for copy in chain.from_iterable(self.plan.incoming(self.rank)):
+                if (problem := _misfit("destination", destinations, copy.destination)) is not None:
+                    return problem
         need = self.plan.buffer_bytes(self.rank)
         if any(buffer.numel() < need or buffer.dtype != torch.uint8 for buffer in self.buffers):
             return f"buffers must be uint8 tensors of at least {need} bytes"
@@ -210,7 +183,6 @@ class Transfer:
 
     def _agree(self, problem: str | None, sources: Tensors) -> None:
         """Raise on every rank what is wrong on any, before anyone waits for a message that will not come."""
-        others = False
         if dist.is_initialized():
             digest = self.plan.digest
             local = [*sources.values(), *self.buffers]
@@ -218,23 +190,19 @@ class Transfer:
             flags = torch.tensor([digest, -digest, int(problem is not None)], dtype=torch.int64, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             high, low, failed = flags.tolist()
-            others = bool(failed)
             if problem is None and high != -low:
                 problem = "the ranks computed different plans (do their layouts differ?)"
+            elif problem is None and failed:
+                problem = "stopped because of an error on another rank"
         if problem is not None:
             raise ValueError(f"reshard, rank {self.rank}: {problem}")
-        if others:
-            raise ValueError(f"reshard, rank {self.rank}: stopped because of an error on another rank")
 
 
 @dataclass
 class _Round:
     """One round on one rank, ready to run."""
 
-    used: torch.Tensor  # the bucket, cut to the bytes in use
-    pieces: list[Piece] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
+    bucket: Bucket
     packs: list[Pair] = field(default_factory=list)  # into the staging buffer, before sending
     own: list[Pair] = field(default_factory=list)  # copies within this rank
     operations: list[Any] = field(default_factory=list)
@@ -245,31 +213,28 @@ class _Parts:
     """What has to happen on a rank in a round; knows the room it needs before the buffers exist."""
 
     def __init__(self, plan: Plan, rank: int, number: int, sources: Tensors, destinations: Tensors | None):
-        self.plan, self.rank, self.number = plan, rank, number
-        self.sources, self.destinations = sources, destinations
-        self.incoming = [(message, self._landing(message)) for message in plan.messages_to(rank, number)]
-        self.outgoing = [(message, self._straight(message)) for message in plan.messages_from(rank, number)]
+        self.number, self.sources, self.destinations = number, sources, destinations
+        self.copies = plan.incoming(rank)[number]
+        self.own = [copy for copy in self.copies if copy.sender == rank]
+        # each message with the memory (uint8) that it is received into, or sent from, where it need not be packed
+        self.incoming = [
+            (message, None if destinations is None else _whole(message, self._landing))
+            for message in plan.messages_to(rank, number)
+        ]
+        self.outgoing = [(message, _whole(message, self._values)) for message in plan.messages_from(rank, number)]
         self.buffer_bytes = sum(message.nbytes + STAGING_ALIGN for message, target in self.incoming if target is None)
-        packed = {self._slice(message): message.nbytes for message, values in self.outgoing if values is None}
-        self.staging_bytes = sum(-(-nbytes // STAGING_ALIGN) * STAGING_ALIGN for nbytes in packed.values())
+        packed = {_content(message): message.nbytes for message, values in self.outgoing if values is None}
+        self.staging_bytes = sum(map(aligned, packed.values()))
 
     def make(self, buffer: torch.Tensor, staging: torch.Tensor, group: dist.ProcessGroup | None) -> _Round:
-        copies = self.plan.bucket(self.rank, self.number)
+        copies = self.copies if self.destinations is None else []
         used = copies[-1].offset + copies[-1].nbytes if copies else 0
-        if self.destinations is None:
-            round_ = _Round(buffer[:used], [c.destination for c in copies], [c.offset for c in copies],
-                            [c.dtype for c in copies])  # fmt: skip
-        else:
-            round_ = _Round(buffer)
+        round_ = _Round(Bucket(self.number, copies, buffer[:used]))
         self._receive(round_, buffer, group)
         self._send(round_, staging, group)
-        for copy in copies:
-            if copy.sender == self.rank:
-                values = region(self.sources[copy.source.key], copy.source)
-                if self.destinations is None:
-                    round_.own.append((_typed(buffer, copy.offset, copy), values))
-                else:
-                    round_.own.append((region(self.destinations[copy.destination.key], copy.destination), values))
+        for copy in self.own:
+            to = _typed(buffer, copy.offset, copy) if self.destinations is None else self._landing(copy)
+            round_.own.append((to, self._values(copy)))
         return round_
 
     def _receive(self, round_: _Round, buffer: torch.Tensor, group: dist.ProcessGroup | None) -> None:
@@ -278,11 +243,10 @@ class _Parts:
             start = message.offset
             if target is None:
                 if self.destinations is not None:  # the buffer holds nothing but these
-                    start, at = at, at + -(-message.nbytes // STAGING_ALIGN) * STAGING_ALIGN
+                    start, at = at, at + aligned(message.nbytes)
                     for copy in message.copies:
                         values = _typed(buffer, start + copy.offset - message.offset, copy)
-                        to = region(self.destinations[copy.destination.key], copy.destination)
-                        round_.unpacks.append((to, values))
+                        round_.unpacks.append((self._landing(copy), values))
                 target = buffer[start : start + message.nbytes]
             round_.operations.append(dist.P2POp(dist.irecv, target, message.source, group))
 
@@ -291,39 +255,39 @@ class _Parts:
         packed: dict[Any, torch.Tensor] = {}
         at = 0
         for message, values in self.outgoing:
-            key = self._slice(message)
-            if values is None and key not in packed:
-                out = packed[key] = staging[at : at + message.nbytes]
-                at += -(-message.nbytes // STAGING_ALIGN) * STAGING_ALIGN
-                for copy in message.copies:
-                    piece = region(self.sources[copy.source.key], copy.source)
-                    round_.packs.append((_typed(out, copy.offset - message.offset, copy), piece))
             if values is None:
+                key = _content(message)
+                if key not in packed:
+                    packed[key] = staging[at : at + message.nbytes]
+                    at += aligned(message.nbytes)
+                    for copy in message.copies:
+                        to = _typed(packed[key], copy.offset - message.offset, copy)
+                        round_.packs.append((to, self._values(copy)))
                 values = packed[key]
             round_.operations.append(dist.P2POp(dist.isend, values, message.destination, group))
 
-    def _landing(self, message: Message) -> torch.Tensor | None:
-        """The destination's own memory (uint8) if a message can be received straight into it."""
-        if self.destinations is None or len(message.copies) > 1:
-            return None
-        copy = message.copies[0]
-        return _bytes_of(region(self.destinations[copy.destination.key], copy.destination), copy.dtype)
+    def _values(self, copy: Copy) -> torch.Tensor:
+        """What is copied, in the source."""
+        return region(self.sources[copy.source.key], copy.source)
 
-    def _straight(self, message: Message) -> torch.Tensor | None:
-        """The source's own memory (uint8) if a message can be sent straight from it."""
-        if len(message.copies) > 1:
-            return None
-        copy = message.copies[0]
-        return _bytes_of(region(self.sources[copy.source.key], copy.source), copy.dtype)
-
-    @staticmethod
-    def _slice(message: Message) -> Any:
-        """Equal for messages with the same bytes."""
-        return tuple((c.source.key, c.source.at, c.dtype, c.offset - message.offset) for c in message.copies)
+    def _landing(self, copy: Copy) -> torch.Tensor:
+        """Its place in the destination."""
+        assert self.destinations is not None
+        return region(self.destinations[copy.destination.key], copy.destination)
 
 
-def _bytes_of(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    return values.reshape(-1).view(torch.uint8) if values.dtype == dtype and values.is_contiguous() else None
+def _whole(message: Message, view: Callable[[Copy], torch.Tensor]) -> torch.Tensor | None:
+    """The memory of a message that is a single slice which lies contiguous and in its dtype; else None."""
+    copy, *others = message.copies
+    values = view(copy)
+    if others or values.dtype != copy.dtype or not values.is_contiguous():
+        return None
+    return values.reshape(-1).view(torch.uint8)
+
+
+def _content(message: Message) -> Any:
+    """Equal for messages with the same bytes."""
+    return tuple((c.source.key, c.source.at, c.dtype, c.offset - message.offset) for c in message.copies)
 
 
 def _places(tensors: Tensors) -> dict[str, Any]:

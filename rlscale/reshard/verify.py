@@ -8,7 +8,7 @@ changes the result. Integer sums are exact: nothing depends on threads or device
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -63,18 +63,17 @@ def expected(plan: Plan, rank: int, sources: Mapping[str, torch.Tensor]) -> Sums
     Computed from the local buffers, in the destination's dtype. The shares of all ranks add up modulo 2**64.
     """
     known: dict[tuple[object, ...], int] = {}  # several ranks may want the same slice
-    out: Sums = {}
+    shares: list[Sums] = []
     for copy in plan.from_rank(rank):
-        source, wanted = copy.source, copy.destination
+        source = copy.source
         key = (source.key, source.at, copy.dtype)
         if key not in known:
             known[key] = position_checksum(region(sources[source.key], source), copy.index, copy.dtype)
-        place = (wanted.rank, wanted.name)
-        out[place] = (out.get(place, 0) + known[key]) & MASK
-    return out
+        shares.append({(copy.wanted.rank, source.name): known[key]})
+    return add(shares)
 
 
-def add(shares: list[Sums]) -> Sums:
+def add(shares: Iterable[Sums]) -> Sums:
     """The sums of shares."""
     out: Sums = {}
     for share in shares:

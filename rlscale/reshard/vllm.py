@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard.canonical import EMBEDDING, FINAL_NORM, HEAD, hf_shapes
-from rlscale.reshard.layout import Box, Held, Layout, whole
+from rlscale.reshard.canonical import EMBEDDING, FINAL_NORM, HEAD, TensorParallel, hf_shapes
+from rlscale.reshard.layout import Held, Layout, whole
 
 VOCAB_MULTIPLE = 64
 
@@ -26,26 +26,24 @@ def vllm_layout(spec: ModelSpec, tp: int, pp: int = 1, replicas: int = 1) -> Lay
         ValueError: a dimension that vLLM cannot split so, or a model that it has no place for (a value head).
     """
     _check(spec, tp, pp)
-    shapes = hf_shapes(spec)
-    shards = []
+    shapes, shards = hf_shapes(spec), []
     for stage in range(pp):
         for rank in range(tp):
-            first = stage * tp + rank
-            ranks = range(first, replicas * tp * pp, tp * pp)
-            shards.append((ranks, list(_worker(spec, shapes, tp, rank, pp, stage))))
-    return Layout.of_shards(shapes, shards)
+            ranks = range(stage * tp + rank, replicas * tp * pp, tp * pp)
+            shards.append((ranks, list(_worker(spec, TensorParallel(shapes, tp, rank), pp, stage))))
+    return Layout(shapes, shards=shards)
 
 
 def fused_whole_layout(spec: ModelSpec, tp: int, pp: int = 1, replicas: int = 1) -> Layout:
     """The same, but every rank of a stage takes the tensors that vLLM fuses (q, k, v, gate, up) whole."""
     layout = vllm_layout(spec, tp, pp, replicas)
 
-    def held(one: Held) -> Held:
-        name, _, _, _ = one
+    def taken(held: Held) -> Held:
+        name, box = held[0], whole(layout.shapes[held[0]])
         fused = any(f".{part}_proj." in name for part in ("q", "k", "v", "gate", "up"))
-        return (name, whole(layout.shapes[name]), name, whole(layout.shapes[name])) if fused else one
+        return (name, box, name, box) if fused else held
 
-    return Layout.of_shards(layout.shapes, [(shard.ranks, [held(h) for h in shard.slices]) for shard in layout.shards])
+    return Layout(layout.shapes, shards=[(shard.ranks, [*map(taken, shard.slices)]) for shard in layout.shards])
 
 
 def layers_of_stage(layers: int, pp: int, stage: int) -> range:
@@ -56,87 +54,54 @@ def layers_of_stage(layers: int, pp: int, stage: int) -> range:
 
 
 def _check(spec: ModelSpec, tp: int, pp: int) -> None:
-    padded = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    where = f"{spec.architecture} in vLLM"
     for what, size in (
-        ("attention heads", spec.heads), ("ffn size", spec.ffn), ("rows of the padded vocabulary", padded),
-    ):  # fmt: skip
+        ("attention heads", spec.heads),
+        ("ffn size", spec.ffn),
+        ("rows of the padded vocabulary", spec.padded_vocab(VOCAB_MULTIPLE)),
+    ):
         if size % tp:
-            raise ValueError(f"{spec.architecture} in vLLM: TP {tp} does not divide {size} {what}")
+            raise ValueError(f"{where}: TP {tp} does not divide {size} {what}")
     if spec.kv_heads % tp and tp % spec.kv_heads:
-        raise ValueError(
-            f"{spec.architecture} in vLLM: TP {tp} neither divides nor is a multiple of {spec.kv_heads} key-value heads"
-        )
+        raise ValueError(f"{where}: TP {tp} neither divides nor is a multiple of {spec.kv_heads} key-value heads")
     if pp > spec.num_layers:
-        raise ValueError(f"{spec.architecture} in vLLM: {spec.num_layers} layers cannot be split over PP {pp}")
+        raise ValueError(f"{where}: {spec.num_layers} layers cannot be split over PP {pp}")
     if spec.experts:
-        raise ValueError(
-            f"{spec.architecture} in vLLM: the layout of a mixture of experts is not known without an engine"
-        )
+        raise ValueError(f"{where}: the layout of a mixture of experts is not known without an engine")
     if spec.value_head:
-        raise ValueError(f"{spec.architecture} in vLLM: there is no place for a value head")
+        raise ValueError(f"{where}: there is no place for a value head")
 
 
-def _worker(
-    spec: ModelSpec, shapes: dict[str, tuple[int, ...]], tp: int, rank: int, pp: int, stage: int
-) -> Iterator[Held]:
+def _worker(spec: ModelSpec, of: TensorParallel, pp: int, stage: int) -> Iterator[Held]:
     """What one worker holds, in the order of its modules."""
-    last = stage == pp - 1
+    last, padded = stage == pp - 1, spec.padded_vocab(VOCAB_MULTIPLE)
     if stage == 0 or (spec.tied and last):
-        yield from _vocab(spec, EMBEDDING, tp, rank)
+        yield from of.vocabulary(EMBEDDING, EMBEDDING, padded)
     for number in layers_of_stage(spec.num_layers, pp, stage):
-        yield from _layer(spec, shapes, f"model.layers.{number}.", tp, rank)
+        yield from _layer(spec, of, f"model.layers.{number}.")
     if last:
-        yield _whole(shapes, FINAL_NORM)
+        yield of.whole(FINAL_NORM, FINAL_NORM)
         if not spec.tied:
-            yield from _vocab(spec, HEAD, tp, rank)
+            yield from of.vocabulary(HEAD, HEAD, padded)
 
 
-def _layer(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], layer: str, tp: int, rank: int) -> Iterator[Held]:
-    attention, mlp, width = layer + "self_attn.", layer + "mlp.", ((0, spec.hidden),)
-    yield from _qkv(spec, attention, "weight", width, tp, rank)
-    if spec.qkv_bias:
-        yield from _qkv(spec, attention, "bias", (), tp, rank)
-    yield _columns(shapes, attention + "o_proj.weight", tp, rank)
+def _layer(spec: ModelSpec, of: TensorParallel, layer: str) -> Iterator[Held]:
+    attention, mlp = layer + "self_attn.", layer + "mlp."
+    # [q; k; v]; with more ranks than key-value heads, tp / kv_heads neighbours hold the same head
+    q, kv = spec.heads // of.size * spec.head_dim, max(1, spec.kv_heads // of.size) * spec.head_dim
+    first_kv = of.rank // max(1, of.size // spec.kv_heads) * kv
+    for leaf in ("weight", "bias") if spec.qkv_bias else ("weight",):
+        key = f"{attention}qkv_proj.{leaf}"
+        yield of.rows(f"{attention}q_proj.{leaf}", key, of.rank * q, q)
+        yield of.rows(f"{attention}k_proj.{leaf}", key, first_kv, kv, at=q)
+        yield of.rows(f"{attention}v_proj.{leaf}", key, first_kv, kv, at=q + kv)
+    yield of.columns(attention + "o_proj.weight", attention + "o_proj.weight")
     if spec.qk_norm:
-        yield _whole(shapes, attention + "q_norm.weight")
-        yield _whole(shapes, attention + "k_norm.weight")
-    rows = spec.ffn // tp
-    for number, proj in enumerate(("gate", "up")):
-        yield _rows(f"{mlp}{proj}_proj.weight", mlp + "gate_up_proj.weight", width, rank * rows, rows, number * rows)
-    yield _columns(shapes, mlp + "down_proj.weight", tp, rank)
-    yield _whole(shapes, layer + "input_layernorm.weight")
-    yield _whole(shapes, layer + "post_attention_layernorm.weight")
-
-
-def _qkv(spec: ModelSpec, attention: str, leaf: str, width: Box, tp: int, rank: int) -> Iterator[Held]:
-    """[q; k; v]; with more ranks than key-value heads, ``tp / kv_heads`` neighbours hold the same head."""
-    key, head = f"{attention}qkv_proj.{leaf}", spec.head_dim
-    q, kv = spec.heads // tp * head, max(1, spec.kv_heads // tp) * head
-    first = rank // max(1, tp // spec.kv_heads) * kv
-    yield _rows(f"{attention}q_proj.{leaf}", key, width, rank * q, q, 0)
-    yield _rows(f"{attention}k_proj.{leaf}", key, width, first, kv, q)
-    yield _rows(f"{attention}v_proj.{leaf}", key, width, first, kv, q + kv)
-
-
-def _rows(name: str, key: str, width: Box, start: int, count: int, at: int) -> Held:
-    return name, ((start, start + count), *width), key, ((at, at + count), *width)
-
-
-def _columns(shapes: dict[str, tuple[int, ...]], name: str, tp: int, rank: int) -> Held:
-    """A row-parallel weight: the input dimension (1) is split."""
-    out, width = shapes[name]
-    part = width // tp
-    return name, ((0, out), (rank * part, (rank + 1) * part)), name, ((0, out), (0, part))
-
-
-def _whole(shapes: dict[str, tuple[int, ...]], name: str) -> Held:
-    box = whole(shapes[name])
-    return name, box, name, box
-
-
-def _vocab(spec: ModelSpec, name: str, tp: int, rank: int) -> Iterator[Held]:
-    """Rows of the padded vocabulary; the last ranks may hold padding alone."""
-    count = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // tp
-    start, stop = rank * count, min((rank + 1) * count, spec.vocab)
-    if start < stop:
-        yield _rows(name, name, ((0, spec.hidden),), start, stop - start, 0)
+        for name in (attention + "q_norm.weight", attention + "k_norm.weight"):
+            yield of.whole(name, name)
+    rows = spec.ffn // of.size
+    yield of.rows(mlp + "gate_proj.weight", mlp + "gate_up_proj.weight", of.rank * rows, rows)
+    yield of.rows(mlp + "up_proj.weight", mlp + "gate_up_proj.weight", of.rank * rows, rows, at=rows)
+    yield of.columns(mlp + "down_proj.weight", mlp + "down_proj.weight")
+    for name in (layer + "input_layernorm.weight", layer + "post_attention_layernorm.weight"):
+        yield of.whole(name, name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlscale.reshard.layout import Box, Layout, Piece, intersect, whole
+from rlscale.reshard.layout import Box, Layout, Piece, intersect, lengths, moved, volume, whole
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,11 @@ class Fragment:
         place = 0
         for box in flat_blocks(self.shape, self.start, self.stop):
             yield f"{self.key}@{self.start + place}", place, box
-            place += math.prod(hi - lo for lo, hi in box)
+            place += volume(box)
 
     def views(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """The blocks by key as views of ``values`` ``[stop - start]``, each in the shape of its region."""
-        out = {}
-        for key, place, box in self.blocks():
-            shape = tuple(hi - lo for lo, hi in box)
-            out[key] = values[place : place + math.prod(shape)].view(shape)
-        return out
+        return {key: values[at : at + volume(box)].view(lengths(box)) for key, at, box in self.blocks()}
 
 
 def flat_blocks(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -50,19 +46,15 @@ def flat_blocks(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """
     if start >= stop:
         return []
-    if len(shape) < 2:
-        return [((start, stop),)] if shape else [()]
-    row = math.prod(shape[1:])
+    if not shape:
+        return [()]
+    row, rest = math.prod(shape[1:]), shape[1:]
     first, last = -(-start // row), stop // row  # whole rows
     if first > last:  # inside one row
-        return [((last, last + 1), *box) for box in flat_blocks(shape[1:], start - last * row, stop - last * row)]
-    out: list[Box] = [
-        ((first - 1, first), *box) for box in flat_blocks(shape[1:], start - (first - 1) * row, row) if start % row
-    ]
-    if first < last:
-        out.append(((first, last), *whole(shape[1:])))
-    out += [((last, last + 1), *box) for box in flat_blocks(shape[1:], 0, stop - last * row)]
-    return out
+        return [((last, last + 1), *box) for box in flat_blocks(rest, start - last * row, stop - last * row)]
+    head = [((first - 1, first), *box) for box in flat_blocks(rest, start - (first - 1) * row, row)]
+    tail = [((last, last + 1), *box) for box in flat_blocks(rest, 0, stop - last * row)]
+    return head + [((first, last), *whole(rest))] * (first < last) + tail
 
 
 def zero_layout(model: Layout, fragments: Mapping[int, Iterable[Fragment]]) -> Layout:
@@ -82,25 +74,9 @@ def zero_layout(model: Layout, fragments: Mapping[int, Iterable[Fragment]]) -> L
             by_key.setdefault(piece.key, []).append(piece)
         for fragment in of_rank:
             for key, _, box in fragment.blocks():
-                common = (_common(piece, key, box) for piece in by_key.get(fragment.key, []))
-                pieces.extend(piece for piece in common if piece is not None)
+                for piece in by_key.get(fragment.key, []):
+                    if (common := intersect(piece.at, box)) is not None:
+                        extra = len(piece.at) - len(piece.index)
+                        index = moved(common[extra:], piece.at[extra:], piece.index)
+                        pieces.append(Piece(piece.name, rank, index, key, moved(common, box, whole(lengths(box)))))
     return Layout(model.shapes, pieces)
-
-
-def _common(piece: Piece, key: str, box: Box) -> Piece | None:
-    """What a block (a region of the buffer that holds ``piece``) holds of it."""
-    common = intersect(piece.at, box)
-    if common is None:
-        return None
-    extra = len(piece.at) - len(piece.index)
-    index = tuple(
-        (start + lo - here, start + hi - here)
-        for (lo, hi), (start, _), (here, _) in zip(common[extra:], piece.index, piece.at[extra:], strict=True)
-    )
-    return Piece(
-        piece.name,
-        piece.rank,
-        index,
-        key,
-        tuple((lo - start, hi - start) for (lo, hi), (start, _) in zip(common, box, strict=True)),
-    )

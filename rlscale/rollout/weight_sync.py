@@ -81,7 +81,7 @@ class WeightSync:
         attempt(errors, lambda engine: engine.begin_update(checked))
         for bucket in transfer.buckets(tensors):
             self.ranks.barrier()
-            if any(transfer.plan.bucket(worker, bucket.number) for worker in workers):
+            if any(transfer.plan.incoming(worker)[bucket.number] for worker in workers):
 
                 def take(engine: Backend, number: int = bucket.number) -> None:
                     engine.take(number)
@@ -132,7 +132,7 @@ class WeightSync:
         plan, rank = self.plan(source), self.ranks.rank
         # with two, the next one is on its way while the worker reads this one; own copies are not on any way
         count, nbytes = 2 if sum(plan.received.values()) else 1, max(1, plan.buffer_bytes(rank))
-        rounds = [[_entry(copy) for copy in plan.bucket(rank, number)] for number in range(plan.rounds)]
+        rounds = [[_entry(copy) for copy in copies] for copies in plan.incoming(rank)]
         with contextlib.ExitStack() as paths:  # what is mapped stays until both processes have unmapped it or ended
             memories = [shared_memory(nbytes, self.device.torch_device, paths) for _ in range(count)]
             self.transfer = Transfer(plan, buffers=[buffer for buffer, _ in memories])

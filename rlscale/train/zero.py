@@ -5,7 +5,7 @@ they are views under the keys of a layout over canonical tensors (`rlscale.resha
 under one TP, PP, DP and ZeRO stage is read under another by the same plans that move weights.
 
     for name, (layout, tensors) in optimizer.states().items():     # master, exp_avg, exp_avg_sq
-        execute_into(plan(saved, layout, dtype=torch.float32), sources, tensors)
+        Transfer(plan(saved, layout, dtype=torch.float32)).into(sources, tensors)
     optimizer.adam_step = step
     optimizer.follow_masters()
 """

@@ -69,7 +69,7 @@ def saved(folder: Path, states: dict[str, tuple[Layout, dict[str, Tensor]]]) -> 
     """A checkpoint that all ranks of the layouts have written, in one process."""
     store, files = Store(folder), {}
     partial = store.begin(1)
-    for rank in sorted({rank for layout, _ in states.values() for rank in layout.by_rank}):
+    for rank in sorted({rank for layout, _ in states.values() for rank in layout.shard_of}):
         held = {name: (layout, buffers_of(layout, rank, full)) for name, (layout, full) in states.items()}
         tensors, described = collect(held, rank)
         files[file_of(rank)] = write_tensors(partial / file_of(rank), tensors)
@@ -108,7 +108,7 @@ def test_any_layout_reads_what_any_other_wrote(tmp_path: Path, seed: int) -> Non
     full, other = whole_tensors(source), whole_tensors(source, 1)
     shards = saved(tmp_path, {"actor/master": (source, full), "actor/exp_avg": (source, other)})
     assert set(shards.states) == {"actor/master", "actor/exp_avg"}
-    for rank in target.by_rank:
+    for rank in sorted(target.shard_of):
         for state, expected in (("actor/master", full), ("actor/exp_avg", other)):
             into = buffers_of(target, rank, None)
             shards.read(state, target.of_rank(rank), into)

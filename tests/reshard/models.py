@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ARCHITECTURES, ModelSpec
-from rlscale.reshard import Layout, Plan, hf_shapes, rank_pieces_from_dicts
+from rlscale.reshard.canonical import hf_shapes
+from rlscale.reshard.layout import Layout, rank_pieces_from_dicts
+from rlscale.reshard.plan import Plan
 from rlscale.reshard.transport import region
 from rlscale.testing.models import make_spec
 
@@ -199,8 +201,8 @@ def vllm_layout(spec: ModelSpec, tp: int, world: int) -> Layout:
 
 def simulate(plan: Plan, sources: dict[int, Tensors], destinations: dict[int, Tensors]) -> None:
     """Carry out a plan with all ranks in one process."""
-    for rank, rounds in plan.incoming.items():
-        for copies in rounds:
+    for rank in plan.copies.receivers:
+        for copies in plan.incoming(rank):
             for copy in copies:
                 values = region(sources[copy.sender][copy.source.key], copy.source)
                 region(destinations[rank][copy.destination.key], copy.destination).copy_(values)

@@ -17,7 +17,11 @@ from safetensors.torch import load_file
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import export_hf, hf_export, hf_layout, hf_shapes, load_pieces, megatron_layout
+from rlscale.reshard import hf_export
+from rlscale.reshard.canonical import hf_layout, hf_shapes
+from rlscale.reshard.hf_export import export_hf
+from rlscale.reshard.hf_load import load_pieces
+from rlscale.reshard.megatron import megatron_layout
 from rlscale.testing.models import make_spec, tiny_model
 from tests import worlds
 from tests.reshard.models import Tensors, assert_equal, canonical, megatron_shards, write_folder
@@ -49,7 +53,7 @@ def test_export_streams_and_shards(tmp_path: Path, spec: ModelSpec, dims: Parall
     assert_equal(load_file(tmp_path / "one" / "model.safetensors"), canonical(spec))
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert files == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
-    worlds.run(4, export, tmp_path / "many", reference, spec, dims, writer=3, bucket_bytes=700, shard_bytes=3000)
+    worlds.run(4, export, tmp_path / "many", reference, spec, dims, bucket_bytes=700, shard_bytes=3000)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     got: Tensors = {}
     for file in sorted(set(index["weight_map"].values())):
@@ -110,7 +114,7 @@ def test_a_critic_is_exported_as_a_sequence_classifier(tmp_path: Path) -> None:
 def test_an_exported_critic_opens_in_transformers_and_again_as_a_critic(tmp_path: Path, arch: str) -> None:
     reference = tiny_model(arch, tied=True)
     critic = ModelSpec.from_hf(reference).as_critic()
-    layout = hf_layout(critic)
+    layout = hf_layout(hf_shapes(critic))
     weights = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
     load_pieces(reference, layout.pieces, weights, shapes=layout.shapes, optional=("score.weight",))
     weights["score.weight"].normal_(generator=torch.Generator().manual_seed(3))
@@ -119,7 +123,7 @@ def test_an_exported_critic_opens_in_transformers_and_again_as_a_critic(tmp_path
     again = ModelSpec.from_hf(str(tmp_path / "critic"))
     assert again == critic
     got = {name: torch.zeros_like(value) for name, value in weights.items()}
-    assert not load_pieces(tmp_path / "critic", hf_layout(again).pieces, got, shapes=layout.shapes)
+    assert not load_pieces(tmp_path / "critic", hf_layout(hf_shapes(again)).pieces, got, shapes=layout.shapes)
     assert_equal(got, weights)
 
     from transformers import AutoModel, AutoModelForSequenceClassification
@@ -259,7 +263,7 @@ def test_an_export_replaces_nothing_but_an_export(what: str, tmp_path: Path) -> 
     before = sorted(path.name for path in tmp_path.rglob("*"))
     folder = Path(tiny_model("llama", layers=1))
     spec = ModelSpec.from_hf(str(folder))
-    layout = hf_layout(spec)
+    layout = hf_layout(hf_shapes(spec))
     sources = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
     with pytest.raises(ValueError, match="is no exported model"):
         export_hf(out, layout, sources, reference_folder=folder, dtype=torch.float32)

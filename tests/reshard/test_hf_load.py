@@ -11,8 +11,10 @@ import torch
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import hf_load, load_pieces, megatron_layout
+from rlscale.reshard import hf_load
+from rlscale.reshard.hf_load import load_pieces
 from rlscale.reshard.layout import volume
+from rlscale.reshard.megatron import megatron_layout
 from rlscale.testing.models import make_spec
 from tests.reshard.models import Tensors, assert_equal, canonical, megatron_shards, write_folder
 

@@ -18,8 +18,12 @@ from hypothesis import strategies as st
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import Layout, Plan, execute_into, hf_layout, megatron_layout, plan, vllm_layout
-from rlscale.reshard.vllm import layers_of_stage
+from rlscale.reshard.canonical import hf_layout, hf_shapes
+from rlscale.reshard.layout import Layout
+from rlscale.reshard.megatron import megatron_layout
+from rlscale.reshard.plan import Plan, plan
+from rlscale.reshard.transport import Transfer
+from rlscale.reshard.vllm import layers_of_stage, vllm_layout
 from rlscale.testing.models import make_spec
 from tests import worlds
 from tests.reshard import models
@@ -47,7 +51,7 @@ class End:
         if self.megatron is not None:
             return megatron_layout(spec, self.megatron)
         if self.vllm is None:
-            return hf_layout(spec, self.folder or 0)
+            return hf_layout(hf_shapes(spec), self.folder or 0)
         if spec.experts:  # what live engines say of themselves
             return models.vllm_layout(spec, self.vllm[0], len(self.ranks))
         return vllm_layout(spec, *self.vllm)
@@ -80,17 +84,16 @@ def ends(draw: st.DrawFn, spec: ModelSpec) -> End:
 
 
 def check_bytes(made: Plan, have: Layout, want: Layout, itemsize: int, ranks_per_node: int | None) -> None:
-    bound, traffic = lower_bound(have, want, itemsize), made.traffic
-    assert made.received == bound == traffic.lower_bound
-    assert sum(made.sent.values()) == sum(made.received.values()) == traffic.links["node"] + traffic.links["network"]
+    assert made.received == lower_bound(have, want, itemsize) == made.lower_bound
+    assert sum(made.sent.values()) == sum(made.received.values()) == made.links["node"] + made.links["network"]
     far = defaultdict(int)
-    for copies in (copies for rounds in made.incoming.values() for copies in rounds):
+    for copies in (copies for rank in made.copies.receivers for copies in made.incoming(rank)):
         for copy in copies:
             rank = copy.wanted.rank
             if ranks_per_node and copy.sender // ranks_per_node != rank // ranks_per_node:
                 far[rank] += copy.nbytes
-    assert traffic.links["network"] == sum(far.values())
-    assert traffic.from_network == {rank: far[rank] for rank in want.by_rank}
+    assert made.links["network"] == sum(far.values())
+    assert made.from_network == {rank: far[rank] for rank in sorted(want.shard_of)}
 
 
 @given(data=st.data())
@@ -119,12 +122,14 @@ def test_the_plan_gives_what_broadcasting_everything_would(data: st.DataObject) 
     check_bytes(made, have, want, dtype.itemsize, nodes)
     check_limits(made)
     for rank in range(8):  # one bucket to receive and one to pack; a chunk as large as the bucket adds its alignment
-        assert made.buffer_bytes(rank) <= bucket and made.staging_bytes(rank) <= bucket + 16
+        assert made.buffer_bytes(rank) <= bucket
+        for number in range(made.rounds):
+            assert sum(-(-m.nbytes // 16) * 16 for m in made.messages_from(rank, number)) <= bucket + 16
 
 
 def best_load(made: Plan, source: Layout) -> float:
     """The least that the busiest sender can send, whatever the choice: some set of ranks must send what only it has."""
-    table, demand = made.traffic.copies, defaultdict(int)
+    table, demand = made.copies, defaultdict(int)
     for held, nbytes in zip(table.held.tolist(), table.nbytes.tolist(), strict=True):
         if held >= 0:
             demand[sum(1 << rank for rank in table.holders[held])] += nbytes
@@ -144,7 +149,7 @@ def test_no_sender_does_much_more_than_the_best_choice_asks(data: st.DataObject)
     have, want = source.layout(spec), destination.layout(spec)
     nodes = data.draw(st.sampled_from([None, 2, 4]))
     made = plan(have, want, dtype=torch.float32, bucket_bytes=512, ranks_per_node=nodes)
-    largest = int(made.traffic.copies.nbytes.max())
+    largest = int(made.copies.nbytes.max())
     assert max(made.sent.values()) <= 1.25 * best_load(made, have) + largest
 
 
@@ -154,13 +159,13 @@ def test_a_holder_on_the_same_node_sends_unless_it_has_too_much_to_do() -> None:
     want = vllm_layout(spec, 1, 1, 8)
     blind = plan(have, want, dtype=torch.float32, bucket_bytes=512)
     near = plan(have, want, dtype=torch.float32, bucket_bytes=512, ranks_per_node=2)
-    assert near.traffic.links["network"] == 0 and near.received == blind.received
-    assert all(copy.sender // 2 == rank // 2 for rank, rounds in near.incoming.items() for cs in rounds for copy in cs)
+    assert near.links["network"] == 0 and near.received == blind.received
+    assert all(copy.sender // 2 == rank // 2 for rank in range(8) for cs in near.incoming(rank) for copy in cs)
     # all receivers on the node of one of two replicas: it may do 1.2 times its share, the other one does the rest
-    have = Layout.of_shards(have.shapes, [((0, 8), [(p.name, p.index, p.key, p.at) for p in hf_layout(spec).pieces])])
+    have = Layout(have.shapes, [replace(p, rank=rank) for rank in (0, 8) for p in hf_layout(have.shapes).pieces])
     made = plan(have, vllm_layout(spec, 1, 1, 8), dtype=torch.float32, bucket_bytes=512, ranks_per_node=8)
     mean = sum(made.sent.values()) / 2
-    assert 1.15 * mean < made.sent[0] <= 1.25 * mean and made.sent[8] == made.traffic.links["network"] > 0
+    assert 1.15 * mean < made.sent[0] <= 1.25 * mean and made.sent[8] == made.links["network"] > 0
 
 
 def carried_out(cases: list[tuple[ModelSpec, End, End, torch.dtype, int | None]]) -> int:
@@ -173,7 +178,7 @@ def carried_out(cases: list[tuple[ModelSpec, End, End, torch.dtype, int | None]]
         whole = {name: value.to(dtype) for name, value in hf.items()}
         expected = destination.shards(spec, rank, whole) if rank in destination.ranks else {}
         got = blank(expected)
-        execute_into(made, mine, got)
+        Transfer(made).into(mine, got)
         assert_equal(got, expected)
     return len(cases)
 

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import Layout, Piece, Plan, hf_layout, megatron_layout, plan
+from rlscale.reshard.canonical import hf_layout
+from rlscale.reshard.layout import Layout, Piece
+from rlscale.reshard.megatron import megatron_layout
+from rlscale.reshard.plan import Plan, plan
 from rlscale.testing.models import make_spec
 from tests.reshard.models import (
     assert_equal,
@@ -37,9 +40,9 @@ plan_module = import_module("rlscale.reshard.plan")
 def lower_bound(source: Layout, destination: Layout, itemsize: int) -> dict[int, int]:
     """Bytes that each rank must receive: elements it wants less those it holds, counted one by one."""
     need = {}
-    for rank, pieces in destination.by_rank.items():
+    for rank in sorted(destination.shard_of):
         count = 0
-        for piece in pieces:
+        for piece in destination.of_rank(rank):
             wanted = torch.zeros(destination.shapes[piece.name], dtype=torch.bool)
             wanted[tuple(slice(*r) for r in piece.index)] = True
             for held in source.of_rank(rank):
@@ -54,15 +57,15 @@ def check_limits(made: Plan) -> None:
     """No rank receives or sends more than a bucket a round; offsets neither overlap nor leave the bucket."""
     for number in range(made.rounds):
         sent: dict[int, int] = defaultdict(int)
-        for rank in made.incoming:
+        for rank in made.copies.receivers:
             end = 0
-            for copy in made.bucket(rank, number):
+            for copy in made.incoming(rank)[number]:
                 assert copy.offset == end
                 end += copy.nbytes
             assert end <= made.bucket_bytes
             messages = made.messages_to(rank, number)
             assert sum(m.nbytes for m in messages) == sum(
-                c.nbytes for c in made.bucket(rank, number) if c.sender != rank
+                c.nbytes for c in made.incoming(rank)[number] if c.sender != rank
             )
             for message in messages:
                 sent[message.source] += message.nbytes
@@ -166,11 +169,13 @@ PLAN = """
 import sys, numpy
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import megatron_layout, plan, vllm_layout
+from rlscale.reshard.megatron import megatron_layout
+from rlscale.reshard.plan import plan
+from rlscale.reshard.vllm import vllm_layout
 spec = ModelSpec("Qwen3ForCausalLM", 4, 8, 16, 8, 2, 2, 37, 1e-6, (), qk_norm=True)
 made = plan(megatron_layout(spec, ParallelDims(tp=2, pp=2, dp=2)), vllm_layout(spec, 4, 1, 2),
             dtype=numpy.dtype("float32"), bucket_bytes=500, ranks_per_node=4)
-print(made.digest, [(c.sender, c.offset, c.index) for rounds in made.incoming.values() for cs in rounds for c in cs])
+print(made.digest, [(c.sender, c.offset, c.index) for rank in range(8) for cs in made.incoming(rank) for c in cs])
 assert "torch" not in sys.modules
 """
 
@@ -195,17 +200,18 @@ def test_equal_arguments_give_the_kept_plan_and_the_digest_tells_plans_apart() -
     assert make() is one
     others = [make(bucket_bytes=600), make(dtype=torch.bfloat16)]
     assert len({one.digest, *(other.digest for other in others)}) == 3
-    plan_module._plans.clear()
-    assert make() is not one and make().digest == one.digest and make().incoming == one.incoming
+    plan_module._made.cache_clear()
+    assert make() is not one and make().digest == one.digest
+    assert all(make().incoming(rank) == one.incoming(rank) for rank in range(4))
 
 
 def test_mixed_dtypes_start_on_whole_elements() -> None:
     spec = make_spec(hidden=3, vocab=13)
     want = vllm_layout(spec, 1, 2)
     dtypes = {name: FP32 if "norm" in name else torch.bfloat16 for name in want.shapes}
-    made = plan(hf_layout(spec), want, dtype=dtypes, bucket_bytes=200)
+    made = plan(hf_layout(want.shapes), want, dtype=dtypes, bucket_bytes=200)
     for number in range(made.rounds):
-        assert all(copy.offset % copy.dtype.itemsize == 0 for copy in made.bucket(1, number))
+        assert all(copy.offset % copy.dtype.itemsize == 0 for copy in made.incoming(1)[number])
     assert made.received[1] == sum(torch.Size(s).numel() * dtypes[n].itemsize for n, s in want.shapes.items())
 
 

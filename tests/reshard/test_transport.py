@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import Layout, Piece, Transfer, execute, execute_into, hf_layout, megatron_layout, plan
-from rlscale.reshard.plan import DIRECT_BYTES
-from rlscale.reshard.transport import region
+from rlscale.reshard.canonical import hf_layout
+from rlscale.reshard.layout import Layout, Piece
+from rlscale.reshard.megatron import megatron_layout
+from rlscale.reshard.plan import DIRECT_BYTES, plan
+from rlscale.reshard.transport import Transfer, region
 from rlscale.testing.models import make_spec
 from tests import worlds
 from tests.reshard.models import assert_equal, blank, canonical, megatron_shards, vllm_layout, vllm_shards
@@ -33,10 +35,9 @@ def to_vllm(spec: ModelSpec, source: ParallelDims, tp: int, dtype: torch.dtype, 
     made = plan(megatron_layout(spec, source), vllm_layout(spec, tp, 4), dtype=dtype, bucket_bytes=bucket)
     expected = vllm_shards(spec, tp, rank, {name: value.to(dtype) for name, value in hf.items()})
     memory = [torch.full((bucket,), 255, dtype=torch.uint8) for _ in range(buffers)]
-    staging = torch.empty(bucket + 4096, dtype=torch.uint8)
     for _ in range(2):  # twice with the same plan and memory
         got, seen = blank(expected), []
-        for bucket_ in execute(made, shards, memory, staging=staging):
+        for bucket_ in Transfer(made, buffers=memory).buckets(shards):
             assert bucket_.buffer.numel() <= bucket
             assert bucket_.buffer.untyped_storage().data_ptr() in {m.data_ptr() for m in memory}
             for piece, values in bucket_.tensors():
@@ -70,9 +71,9 @@ def into(spec: ModelSpec, source: ParallelDims, destination: ParallelDims, dtype
     made = plan(megatron_layout(spec, source), megatron_layout(spec, destination), dtype=dtype, bucket_bytes=bucket)
     expected = megatron_shards(spec, destination, rank, {name: value.to(dtype) for name, value in hf.items()})
     got = blank(expected)
-    execute_into(made, megatron_shards(spec, source, rank, hf), got)
+    Transfer(made).into(megatron_shards(spec, source, rank, hf), got)
     assert_equal(got, expected)
-    return max(copy.nbytes for rounds in made.incoming.values() for copies in rounds for copy in copies)
+    return max(copy.nbytes for rank in range(4) for copies in made.incoming(rank) for copy in copies)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def apart(dtype: torch.dtype) -> list[int]:
     trains = rank < 2
     expected = {} if trains else vllm_shards(LARGE, 2, rank - 2, {name: value.to(dtype) for name, value in hf.items()})
     got = blank(expected)
-    execute_into(made, megatron_shards(LARGE, ParallelDims(tp=2), rank, hf) if trains else {}, got)
+    Transfer(made).into(megatron_shards(LARGE, ParallelDims(tp=2), rank, hf) if trains else {}, got)
     assert_equal(got, expected)
     return [made.received.get(rank, 0), made.sent.get(rank, 0)]
 
@@ -175,10 +176,10 @@ def mixed() -> None:
     hf = canonical(SMALL)
     want = vllm_layout(SMALL, 2, 4)
     dtypes = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in want.shapes}
-    made = plan(hf_layout(SMALL, rank=2), want, dtype=dtypes, bucket_bytes=601)
+    made = plan(hf_layout(want.shapes, rank=2), want, dtype=dtypes, bucket_bytes=601)
     expected = vllm_shards(SMALL, 2, rank, {name: value.to(dtypes[name]) for name, value in hf.items()})
     got = blank(expected)
-    execute_into(made, hf if rank == 2 else {}, got)
+    Transfer(made).into(hf if rank == 2 else {}, got)
     assert_equal(got, expected)
 
 
@@ -195,7 +196,8 @@ def stacked() -> None:
     shapes = {piece.name: (4, 3) for piece in pieces}
     wanted = [Piece(p.name, (p.rank + 1) % 4, p.index, p.name, p.index) for p in pieces]
     got = {p.name: torch.empty(4, 3) for p in wanted if p.rank == rank}
-    execute_into(plan(Layout(shapes, pieces), Layout(shapes, wanted), dtype=torch.float32), {"stack": stack}, got)
+    made = plan(Layout(shapes, pieces), Layout(shapes, wanted), dtype=torch.float32)
+    Transfer(made).into({"stack": stack}, got)
     for e in range(2):
         before = (rank - 1) % 4
         assert torch.equal(got[f"expert.{before}.{e}"], torch.arange(24.0).reshape(2, 4, 3)[e] + 100 * before)
@@ -220,7 +222,7 @@ def broken(fault: str) -> str:
     if rank == 2 and fault == "plan":
         made = plan(megatron_layout(SMALL, TP4), vllm_layout(SMALL, 1, 4), dtype=torch.float32, bucket_bytes=999)
     with pytest.raises(ValueError) as error:
-        execute(made, shards, [torch.empty(size, dtype=torch.uint8)])
+        Transfer(made, buffers=[torch.empty(size, dtype=torch.uint8)]).buckets(shards)
     return str(error.value)
 
 
@@ -246,5 +248,5 @@ def test_without_a_process_group() -> None:
     expected = vllm_shards(LARGE, 1, 0, hf)
     got = blank(expected)
     made = plan(megatron_layout(LARGE, ParallelDims()), vllm_layout(LARGE, 1, 1), dtype=torch.float32)
-    execute_into(made, megatron_shards(LARGE, ParallelDims(), 0, hf), got)
+    Transfer(made).into(megatron_shards(LARGE, ParallelDims(), 0, hf), got)
     assert_equal(got, expected)

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlscale.cluster.mesh import ParallelDims
-from rlscale.reshard import Piece, megatron_layout, plan
+from rlscale.reshard.layout import Piece
+from rlscale.reshard.megatron import megatron_layout
+from rlscale.reshard.plan import plan
 from rlscale.reshard.transport import Transfer, region
 from rlscale.reshard.verify import MASK, add, differences, expected, position_checksum
 from rlscale.testing.models import make_spec

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import torch
 
 from rlscale.model.arch import ModelSpec
-from rlscale.reshard import rank_pieces_from_dicts, vllm_layout
+from rlscale.reshard.layout import rank_pieces_from_dicts
+from rlscale.reshard.vllm import vllm_layout
 from rlscale.testing.models import make_spec
 from tests import worlds
 from tests.reshard import models

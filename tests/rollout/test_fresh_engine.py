@@ -31,7 +31,9 @@ def folder_of(arch: str, tied: bool, seed: int) -> str:
 def shards_of(path: str, dims: ParallelDims, rank: int) -> Any:
     """The trainer's layout, and this rank's shards of the folder's model."""
     from rlscale.model.arch import ModelSpec
-    from rlscale.reshard import hf_shapes, load_pieces, megatron_layout
+    from rlscale.reshard.canonical import hf_shapes
+    from rlscale.reshard.hf_load import load_pieces
+    from rlscale.reshard.megatron import megatron_layout
     from tests.reshard.models import megatron_shards
 
     spec = ModelSpec.from_hf(path)
@@ -55,7 +57,7 @@ def updated_then_fresh(old: str, new: str, tied: bool, tp: int, run_dir: str) ->
     The trainer has the weights of ``new``, changed as if by a step.
     """
     from rlscale.cluster.device import Device
-    from rlscale.reshard import export_hf
+    from rlscale.reshard.hf_export import export_hf
     from rlscale.rollout.rollout import Rollout
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -91,7 +93,7 @@ def updated_then_fresh(old: str, new: str, tied: bool, tp: int, run_dir: str) ->
 
 def settled(layout: Any, shards: Any, folder: Path, reference: str, dims: ParallelDims, rank: int) -> Any:
     """Shards in which all copies of a tensor are equal: through a folder and back."""
-    from rlscale.reshard import export_hf
+    from rlscale.reshard.hf_export import export_hf
 
     export_hf(folder, layout, shards, reference_folder=reference, dtype=torch.float32)
     return shards_of(str(folder), dims, rank)

@@ -100,7 +100,7 @@ def rollout_with(**options: Any) -> Iterator[Any]:
 
 def trainers_weights() -> Any:
     """Layout of tensors whose rows are divided among the ranks, and this rank's rows."""
-    from rlscale.reshard import Layout, Piece
+    from rlscale.reshard.layout import Layout, Piece
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     pieces, mine = [], {}

@@ -22,7 +22,8 @@ def computes_what_it_was_given(layout: str, run_dir: str) -> None:
 
 def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
     """An update that lacks something, in the source or (a fault) in what is handed over; returns the error."""
-    from rlscale import reshard
+    from rlscale.reshard.layout import Layout
+    from rlscale.reshard.plan import plan as make_plan
     from rlscale.rollout.sampling import Sampling
 
     rollout = rollout_of(layout, run_dir)
@@ -39,8 +40,10 @@ def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
     plan = update.plan
 
     def faulty(source: Any) -> Any:
-        rest = update.destination.only(set(update.destination.shapes) - {name})
-        return reshard.plan(source, rest, dtype=update.dtypes, bucket_bytes=2**20 * 2 // 3)
+        whole = update.destination
+        shapes = {of: shape for of, shape in whole.shapes.items() if of != name}
+        rest = Layout(shapes, [piece for piece in whole.pieces if piece.name != name])
+        return make_plan(source, rest, dtype=update.dtypes, bucket_bytes=2**20 * 2 // 3)
 
     update.plan = faulty
     try:
@@ -78,7 +81,7 @@ def sync_with_a_flipped_bit(layout: str, run_dir: str, verify: str) -> str:
             yield bucket
 
     transfer.buckets = faulty
-    hit = transfer.plan.bucket(1, 0)[-1].destination.name
+    hit = transfer.plan.incoming(1)[0][-1].destination.name
     try:
         if verify == "off":
             rollout.sync(*weights(layout, 1))

@@ -16,7 +16,10 @@ import torch
 from rlscale import cli
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.commands import plan
-from rlscale.reshard import Layout, hf_shapes, megatron_layout, vllm_layout
+from rlscale.reshard.canonical import hf_shapes
+from rlscale.reshard.layout import Layout
+from rlscale.reshard.megatron import megatron_layout
+from rlscale.reshard.vllm import vllm_layout
 
 ROOT = Path(__file__).parents[2]
 LLAMA_70B: dict[str, Any] = {

@@ -74,8 +74,10 @@ def hold_and_hand_out(folder: str, fields: dict[str, Any], dtype: torch.dtype, o
     import deepspeed
 
     from rlscale.cluster.mesh import ParallelDims
-    from rlscale.reshard import execute, export_hf, megatron_layout, plan
-    from rlscale.reshard.transport import region
+    from rlscale.reshard.hf_export import export_hf
+    from rlscale.reshard.megatron import megatron_layout
+    from rlscale.reshard.plan import plan
+    from rlscale.reshard.transport import Transfer, region
 
     engine, batch = make_engine(folder, fields, dtype), random_batch()
     for _ in range(2):
@@ -95,7 +97,7 @@ def hold_and_hand_out(folder: str, fields: dict[str, Any], dtype: torch.dtype, o
     rank = engine.device.rank
     buffer = torch.empty(copies.buffer_bytes(rank), dtype=torch.uint8)
     planned = []
-    for bucket in execute(copies, engine.tensors(), [buffer]):
+    for bucket in Transfer(copies, buffers=[buffer]).buckets(engine.tensors()):
         planned += [(p.name, p.index, values.clone()) for p, values in bucket.tensors()]
     size = sum(p.ds_numel for p in parameters.values())
     return {"held": held, "size": size, "gathered": gathered, "planned": planned, "dp": engine.mesh.dims.dp}
