@@ -23,7 +23,7 @@ from rlscale.batch.types import LossFn, ModelOut, PackedBatch
 from rlscale.cluster import megatron_cpu
 from rlscale.cluster.collective import gather
 from rlscale.cluster.device import Device
-from rlscale.cluster.mesh import Mesh, ParallelDims
+from rlscale.cluster.mesh import ParallelDims, mesh_of
 from rlscale.config.layouts import refusals
 from rlscale.config.paths import resolve_folder
 from rlscale.config.schema import OptimConfig, ParallelConfig
@@ -89,7 +89,7 @@ class Engine:
         refused = refusals(role, parallel, device.world, spec)
         if refused:
             raise ValueError("; ".join(r.message for r in refused))
-        self.mesh = Mesh.get(dims)
+        self.mesh = mesh_of(dims)
         self.host = HostCopies(device)
         self.steps = self.skipped_in_a_row = 0  # optimizer steps taken
         config = build_config(
