@@ -89,19 +89,14 @@ def pack_sequence(batch: PackedBatch, samples: Tensor, *, share_prefix: bool, mu
     tokens: list[Tensor] = []
     positions: list[Tensor] = []
     blocks: list[Block] = []
-    predictors: list[Tensor] = []
-    targets: list[Tensor] = []
+    predictors = [torch.zeros(0, dtype=torch.int64)]
+    targets = [torch.zeros(0, dtype=torch.int64)]
     at = 0
-    by_prompt: list[tuple[int, list[int]]] = []
-    place: dict[int, int] = {}
+    by_prompt: dict[int, list[int]] = {}
     for sample, group in zip(samples.tolist(), batch.group[samples].tolist(), strict=True):
-        if share_prefix and group in place:
-            by_prompt[place[group]][1].append(sample)
-        else:
-            place[group] = len(by_prompt)
-            by_prompt.append((group, [sample]))
-    order: list[int] = []
-    for group, members in by_prompt:
+        by_prompt.setdefault(group if share_prefix else len(by_prompt), []).append(sample)
+    for members in by_prompt.values():
+        group = int(batch.group[members[0]])
         prompt = batch.prompt_tokens[batch.prompt_cu_seqlens[group] : batch.prompt_cu_seqlens[group + 1]]
         block = Block(at, prompt.numel(), [])
         tokens.append(prompt)
@@ -119,19 +114,17 @@ def pack_sequence(batch: PackedBatch, samples: Tensor, *, share_prefix: bool, mu
                 predictors.append(torch.cat((torch.tensor([last]), torch.arange(at, at + n))))
                 targets.append(response)
             at += n
-            order.append(sample)
         blocks.append(block)
     padding = -at % multiple if at else multiple
     if padding:
         tokens.append(torch.zeros(padding, dtype=torch.int64))
         positions.append(torch.arange(padding))
         blocks.append(Block(at, padding, []))
-    empty = torch.zeros(0, dtype=torch.int64)
     return PackedSequence(
         tokens=torch.cat(tokens),
         positions=torch.cat(positions),
         blocks=blocks,
-        predictors=torch.cat(predictors) if predictors else empty,
-        targets=torch.cat(targets) if targets else empty,
-        samples=torch.tensor(order, dtype=torch.int64),
+        predictors=torch.cat(predictors),
+        targets=torch.cat(targets),
+        samples=torch.tensor([s for members in by_prompt.values() for s in members], dtype=torch.int64),
     )

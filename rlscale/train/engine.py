@@ -239,9 +239,7 @@ class Engine:
         return self._forward(batch, 1)[0]
 
     def scores(self, batch: PackedBatch) -> Tensor:
-        """[B] fp32: what a reward model (one scalar a token) says at the last token of each sequence, prompt and
-        response.
-        """
+        """[B] fp32: the scalar of a reward model at the last token of each sequence, prompt and response."""
         assert self.spec.value_head, f"{self.role} has no scalar head"
         longer = batch.with_one_more_token()  # the value "in which it is chosen" is that of the last token before it
         values = self._forward(longer, 1, beyond=1)[0]
@@ -250,8 +248,7 @@ class Engine:
     def update(
         self, batch: PackedBatch, loss_fn: LossFn, *, entropy: bool = False, entropy_grad: bool = False
     ) -> dict[str, float]:
-        """One optimizer step on a global mini-batch; ``entropy`` makes it part of the output, ``entropy_grad`` of the
-        graph.
+        """One optimizer step on a global mini-batch; ``entropy``: in the output, ``entropy_grad``: and in the graph.
 
         ``loss_fn(out, micro_batch)`` returns the micro-batch's share of the loss (a sum weighted by ``batch.weights``,
         so that shares add up) and sums to be logged. Returns those sums over the whole mini-batch, ``grad_norm``
