@@ -119,12 +119,8 @@ def init_distributed(kind: str, timeout_s: float = 1800.0, deterministic: bool =
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
         try:
-            deepspeed.init_distributed(
-                dist_backend="nccl" if kind == "cuda" else "gloo",
-                timeout=_timeout,
-                verbose=False,
-                auto_mpi_discovery=False,
-            )
+            backend = "nccl" if kind == "cuda" else "gloo"
+            deepspeed.init_distributed(backend, timeout=_timeout, verbose=False, auto_mpi_discovery=False)
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise

@@ -58,9 +58,7 @@ def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_pa
         perform_initialization=False,
         variable_seq_lengths=mesh.dims.pp > 1,
         batch_p2p_comm=False,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        **(dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1) if recompute else {}),
     )
     config.rlscale_tp_group, config.rlscale_tp_rank = mesh.tp_group, mesh.coords.tp
     config.rlscale_sp_group = mesh.sp_group if mesh.dims.sp > 1 else None

@@ -9,7 +9,7 @@ nothing and is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,10 +48,7 @@ class PackedSequence:
         return self.tokens.numel()
 
     def part(self, rank: int, size: int) -> SequencePart:
-        """What rank ``rank`` of ``size`` Ulysses ranks embeds and predicts: the rank-th of ``size`` equal parts.
-
-        ``size`` divides the length.
-        """
+        """What rank ``rank`` of ``size`` Ulysses ranks, which divide the length, embeds and predicts: an equal part."""
         if size == 1:
             return SequencePart(self.tokens, self.predictors, self.targets, None)
         length = self.length // size
@@ -65,10 +62,8 @@ class PackedSequence:
         """The same on a device, without the cache; itself if it is there."""
         if self.tokens.device == device:
             return self
-        moved = {
-            k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "positions", "predictors", "targets")
-        }
-        return PackedSequence(blocks=self.blocks, samples=self.samples, **moved)
+        names = ("tokens", "positions", "predictors", "targets")
+        return replace(self, cache={}, **{n: getattr(self, n).to(device, non_blocking=True) for n in names})
 
 
 @dataclass

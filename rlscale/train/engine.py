@@ -328,7 +328,7 @@ class Engine:
 
     def release_device(self, *, parameters: bool = True) -> None:
         """Leave the device to others, as far as ``parallel.{param,optimizer}_offload`` ask for it."""
-        if parameters and self.parallel.param_offload:
+        if self.parallel.param_offload and parameters:
             self.offload("parameters")
         if self.parallel.optimizer_offload:
             self.offload("optimizer")

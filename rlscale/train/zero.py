@@ -129,9 +129,8 @@ class ShardedOptimizer:
             model=self.stage, model_parameters=list(self.parameters.values()), mpu=self.mesh.mpu(), config=self.config
         )
         # DeepSpeed re-arms its post-backward work only in its engine's forward. In the cool-down of 1F1B two backwards
-        # run with no forward between them, and without this what they accumulate is dropped. In this version of
-        # DeepSpeed ZeRO-2 and bf16 then find no gradient at all and raise; fp32 ZeRO-1 reads the parameters' own and
-        # is right.
+        # run with no forward between them, and without this what they accumulate is dropped: ZeRO-2 and bf16 then find
+        # no gradient and raise; fp32 ZeRO-1 reads the parameters' own and is right.
         self.stage.on_backward = self._zero.clear_backward_seen_flag
         if self.partitions_weights and hasattr(self.stage, "head"):
             deepspeed.zero.register_external_parameter(self.stage.head, *self.stage.head.shared)
