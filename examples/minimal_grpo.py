@@ -145,6 +145,5 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     from rlscale.cluster.device import init_distributed, prepare_process
 
-    trainer = checked.cfg.trainer
     prepare_process(checked.kind)  # before torch is imported
-    train(checked, init_distributed(trainer.device, trainer.collective_timeout_s))
+    train(checked, init_distributed(checked.kind, checked.cfg.trainer.collective_timeout_s))

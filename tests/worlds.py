@@ -286,8 +286,9 @@ def _follow(parent: int) -> None:
 
 
 def _initialise() -> None:
-    from rlscale.cluster.device import init_distributed
+    from rlscale.cluster.device import init_distributed, prepare_process
 
+    prepare_process("cpu")
     init_distributed("cpu", timeout_s=600.0)
 
 

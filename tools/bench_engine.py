@@ -236,7 +236,7 @@ def build_plain(job: Job) -> tuple[Passes, int, Any]:
 
 def work(job: Job) -> None:
     """A worker: build, then run the passes each time that a line comes in, and answer with seconds and bytes."""
-    from rlscale.cluster.device import init_distributed
+    from rlscale.cluster.device import init_distributed, prepare_process
     from rlscale.cluster.process import tune_malloc
 
     if job.name in PLAIN:
@@ -246,6 +246,7 @@ def work(job: Job) -> None:
         torch.set_num_threads(job.threads)
         passes, tokens, engine = build_plain(job)
     else:
+        prepare_process("cpu")
         device = init_distributed("cpu")
         passes, tokens, engine = build_engine(job, device)
     print(ANSWER + json.dumps({"tokens": tokens}), flush=True)
@@ -269,23 +270,24 @@ def count_tensors(passes: Passes, engine: Any) -> dict[str, Any]:
     """Peak bytes of the tensors that a training step makes until its backward passes have ended."""
     from unittest import mock
 
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from torch.utils._python_dispatch import _disable_current_modes
 
     from rlscale.observe.tensor_memory import TensorMemory
 
     counter = TensorMemory(*engine.stage.parameters())
-    drive, optimizer = engine._run, engine.optimizer.deepspeed.optimizer
-    make_buckets = optimizer.setup_buckets  # of a fixed size, in which gradients travel: not activations
+    drive, make_buckets = engine._run, DeepSpeedZeroOptimizer.setup_buckets
 
-    def uncounted() -> None:
+    def uncounted(optimizer: Any) -> None:  # of a fixed size, in which gradients travel: not activations
         with _disable_current_modes():
-            make_buckets()
+            make_buckets(optimizer)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         with counter:
             return drive(*args, **kwargs)
 
-    with mock.patch.object(engine, "_run", counted), mock.patch.object(optimizer, "setup_buckets", uncounted):
+    patched = mock.patch.object(DeepSpeedZeroOptimizer, "setup_buckets", uncounted)
+    with mock.patch.object(engine, "_run", counted), patched:
         passes["train"]()
     return {"activation_bytes": counter.peak}
 

@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 import torch
 import torch.distributed as dist
 
-from rlscale.cluster.device import init_distributed
-from rlscale.cluster.mesh import Mesh, ParallelDims
+from rlscale.cluster.device import init_distributed, prepare_process
+from rlscale.cluster.mesh import Mesh, ParallelDims, mesh_of
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard.hf_load import load_pieces
 from rlscale.reshard.layout import Layout, Piece, intersect
@@ -270,6 +270,7 @@ def load(folder: str, dims: ParallelDims, dtype: torch.dtype) -> None:
 
 def main() -> None:
     args = arguments()
+    prepare_process("cpu")
     device = init_distributed("cpu")
     if args.load:
         load(args.load, ParallelDims(**args.source), getattr(torch, args.dtype))
@@ -279,7 +280,7 @@ def main() -> None:
     dims = ParallelDims(**args.source)
     if dims.world != device.world:
         raise SystemExit(f"--source needs {dims.world} ranks, started with {device.world}")
-    mesh, dtype = Mesh.get(dims), getattr(torch, args.dtype)
+    mesh, dtype = mesh_of(dims), getattr(torch, args.dtype)
     source = megatron_layout(spec, dims)
     tp = args.destination["tp"]
     wanted = vllm_layout(spec, tp, replicas=device.world // tp)

@@ -17,9 +17,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-Describe = Callable[[Exception], Any]
-Raised = Callable[[Any], Exception]
-Catch = type[Exception] | tuple[type[Exception], ...]
 
 
 def gather(value: T, group: Any = None) -> list[T]:
@@ -31,39 +28,39 @@ def gather(value: T, group: Any = None) -> list[T]:
     return everyone
 
 
-def raise_on_all(
-    errors: Sequence[Exception], group: Any = None, *, raised: Raised = RuntimeError, describe: Describe = str
-) -> None:
-    """Raise on every rank if any rank has errors; only the first of a rank counts."""
-    _raise_first(gather([describe(error) for error in errors[:1]], group), errors, raised)
-
-
 def on_each(
-    action: Callable[[], T], group: Any = None, *, catch: Catch = Exception, raised: Raised = RuntimeError,
-    describe: Describe = str,
-) -> list[T]:  # fmt: skip
+    action: Callable[[], T],
+    group: Any = None,
+    *,
+    catch: type[Exception] | tuple[type[Exception], ...] = Exception,
+    raised: Callable[[Any], Exception] = RuntimeError,
+    describe: Callable[[Exception], Any] = str,
+) -> list[T]:
     """Every rank acts; every rank has all results (picklable), or raises."""
     result: Any = None
-    errors: list[Exception] = []
+    cause: Exception | None = None
     try:
         result = action()
     except catch as error:
-        errors.append(error)
-    everyone = gather((result, [describe(error) for error in errors]), group)
-    _raise_first([told for _, told in everyone], errors, raised)
-    return [result for result, _ in everyone]
+        cause = error
+    everyone = gather((result, cause is not None, describe(cause) if cause else None), group)
+    for _, failed, description in everyone:
+        if failed:
+            raise raised(description) from cause
+    return [result for result, *_ in everyone]
 
 
-def on_first(
-    action: Callable[[], T], group: Any = None, *, first: int = 0, catch: Catch = Exception,
-    raised: Raised = RuntimeError, describe: Describe = str,
-) -> T:  # fmt: skip
-    """What the action returns on one rank (``first`` of the group), on every rank; it runs on that rank only."""
-    here = not dist.is_initialized() or dist.get_rank(group) == first
-    results = on_each(lambda: action() if here else None, group, catch=catch, raised=raised, describe=describe)
-    return results[first if dist.is_initialized() else 0]  # type: ignore[return-value]
+def on_first(action: Callable[[], T], group: Any = None, **how: Any) -> T:
+    """What the action returns on the first rank, on every rank; it runs on that rank only. ``how``: as `on_each`."""
+    acts = not dist.is_initialized() or dist.get_rank(group) == 0
+    return on_each(lambda: action() if acts else None, group, **how)[0]  # type: ignore[return-value]
 
 
-def _raise_first(told: list[list[Any]], errors: Sequence[Exception], raised: Raised) -> None:
-    for description in (description for of_rank in told for description in of_rank):
-        raise raised(description) from (errors[0] if errors else None)
+def raise_on_all(errors: Sequence[Exception], group: Any = None, *, raised: Callable[[Any], Exception]) -> None:
+    """Raise on every rank if any rank has errors; only the first of a rank counts."""
+
+    def first() -> None:
+        for error in errors:
+            raise error
+
+    on_each(first, group, raised=raised)

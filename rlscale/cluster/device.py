@@ -29,10 +29,6 @@ class Device:
 
         return torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
 
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.kind == "cuda" else "gloo"
-
     def synchronize(self) -> None:
         """Wait for queued work, so that a timer around it means something."""
         if self.kind == "cuda":
@@ -88,30 +84,27 @@ def be_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, deterministic: bool = False) -> Device:
+def init_distributed(kind: str, timeout_s: float = 1800.0, deterministic: bool = False) -> Device:
     """Join the world that the launcher describes in RANK, WORLD_SIZE, LOCAL_RANK; alone without them.
 
     Args:
-        wanted: auto, cpu or cuda.
+        kind: cpu or cuda, for which `prepare_process` has been called.
         timeout_s: of collectives.
         deterministic: see `be_deterministic`.
 
     Raises:
-        ValueError: trainer.device asks for CUDA and there is none, or the master's port is in use.
+        ValueError: the master's port is in use.
     """
     global _timeout
     _timeout = timedelta(seconds=timeout_s)
-    kind = detect(wanted)
-    prepare_process(kind)
     if deterministic:
         be_deterministic()
     import torch
     import torch.distributed as dist
 
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(free_port())
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in alone.items():
+        os.environ.setdefault(name, str(value))
     device = launched_as(kind)
     if kind == "cpu":
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -126,12 +119,8 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, determinis
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
         try:
-            deepspeed.init_distributed(
-                dist_backend="nccl" if kind == "cuda" else "gloo",
-                timeout=_timeout,
-                verbose=False,
-                auto_mpi_discovery=False,
-            )
+            backend = "nccl" if kind == "cuda" else "gloo"
+            deepspeed.init_distributed(backend, timeout=_timeout, verbose=False, auto_mpi_discovery=False)
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
@@ -139,8 +128,6 @@ def init_distributed(wanted: str = "auto", timeout_s: float = 1800.0, determinis
                 f"port {os.environ['MASTER_PORT']} of this machine is in use, by another run perhaps; choose one with "
                 "deepspeed --master_port N"
             ) from error
-    elif not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
     return device
 
 

@@ -29,29 +29,19 @@ FACTORIES = ("zeros", "ones", "empty", "tensor", "arange", "full", "rand", "rand
 _enabled = False
 
 
-class _Cuda(types.ModuleType):
-    """``torch.cuda`` as those modules should see it: the current device is the CPU and nothing needs waiting for."""
+class _Proxy(types.ModuleType):
+    """A module in which some names stand for something else."""
 
-    def __init__(self) -> None:
-        super().__init__("torch.cuda")
-
-    def current_device(self) -> torch.device:
-        return CPU
-
-    def is_available(self) -> bool:
-        return False
-
-    def synchronize(self, *_: Any) -> None:
-        return None
-
-    def empty_cache(self) -> None:
-        return None
-
-    def current_stream(self, *_: Any) -> None:
-        return None
+    def __init__(self, module: types.ModuleType, **instead: Any) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(instead, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
+        return getattr(self._module, name)
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,51 +55,34 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-class _Torch(types.ModuleType):
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.__dict__["cuda"] = _Cuda()
-        for name in FACTORIES:
-            self.__dict__[name] = _on_cpu(getattr(torch, name))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+def _torch() -> types.ModuleType:
+    """``torch`` as those modules should see it: the current device is the CPU, and nothing needs waiting for."""
+    waits = dict.fromkeys(("synchronize", "empty_cache", "current_stream"), _nothing)
+    cuda = _Proxy(torch.cuda, current_device=lambda: CPU, is_available=lambda: False, **waits)
+    return _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
 
 
-class CPURandomStates:
-    """Named random states over the CPU generator, with the interface of Megatron's CUDA tracker."""
+def _random_states() -> Any:
+    """Megatron's named random states, over the CPU generator."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    def __init__(self) -> None:
-        self.reset()
+    class CPURandomStates(CudaRNGStatesTracker):  # type: ignore[misc]
+        def add(self, name: str, seed: int) -> None:
+            if name in self.states_:
+                raise ValueError(f"random state {name} exists already")
+            self.set_states({**self.states_, name: torch.Generator().manual_seed(seed).get_state()})
 
-    def is_initialized(self) -> bool:
-        return self._initialized
+        @contextlib.contextmanager
+        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+            before = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(before)
 
-    def reset(self) -> None:
-        self._states: dict[str, torch.Tensor] = {}
-        self._initialized = False
-
-    def get_states(self) -> dict[str, torch.Tensor]:
-        return dict(self._states)
-
-    def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        self._states, self._initialized = dict(states), True
-
-    def add(self, name: str, seed: int) -> None:
-        if name in self._states:
-            raise ValueError(f"random state {name} exists already")
-        self._states[name] = torch.Generator().manual_seed(seed).get_state()
-        self._initialized = True
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        before = torch.get_rng_state()
-        torch.set_rng_state(self._states[name])
-        try:
-            yield
-        finally:
-            self._states[name] = torch.get_rng_state()
-            torch.set_rng_state(before)
+    return CPURandomStates()
 
 
 def enable() -> None:
@@ -121,10 +94,10 @@ def enable() -> None:
 
     jit.disable_jit_fuser()  # before the modules that decorate with it: torch.compile of tiny functions costs minutes
     for name in MODULES:
-        importlib.import_module(name).__dict__["torch"] = _Torch()
+        importlib.import_module(name).__dict__["torch"] = _torch()
     from megatron.core.tensor_parallel import random
 
-    random._CUDA_RNG_STATE_TRACKER = CPURandomStates()
+    random._CUDA_RNG_STATE_TRACKER = _random_states()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     # activation recomputation saves and restores the CUDA state around each layer; the CPU state is saved by torch
     # itself

@@ -8,7 +8,7 @@ sequence, data and pipeline slowest.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 from rlscale.cluster.device import new_group
@@ -69,18 +69,15 @@ class ParallelDims:
 
     def ranks_along(self, *varying: str, fixed: Coords) -> list[int]:
         """Ranks that differ from ``fixed`` along the named dimensions only, in rank order."""
-        out = []
-        for rank in range(self.world):
-            at = self.coords(rank)
-            if all(getattr(at, d) == getattr(fixed, d) for d in at._fields if d not in varying):
-                out.append(rank)
-        return out
+
+        def on_line(at: Coords) -> bool:
+            return all(d in varying or a == b for d, a, b in zip(Coords._fields, at, fixed, strict=True))
+
+        return [rank for rank in range(self.world) if on_line(self.coords(rank))]
 
 
 class Mesh:
     """The process groups of one layout, as seen from this rank. Construction is collective over the world."""
-
-    _cache: dict[ParallelDims, Mesh] = {}
 
     def __init__(self, dims: ParallelDims):
         import torch.distributed as dist
@@ -95,45 +92,20 @@ class Mesh:
         self.pp_group = self._group("pp")
         self.mp_group = self._group("tp", "pp")
         self.dp_group = self._group("dp", "sp")  # ranks that hold equal parameters: what ZeRO partitions over
-        self.embd_group = self._ends()
+        self.embd_group = self._group("pp", ends=True)  # the two holders of a tied embedding
 
-    @classmethod
-    def get(cls, dims: ParallelDims) -> Mesh:
-        """The mesh of these dimensions, made once a process; every rank must ask in the same order."""
-        if dims not in cls._cache:
-            cls._cache[dims] = cls(dims)
-        return cls._cache[dims]
-
-    @classmethod
-    def forget(cls) -> None:
-        """Drop cached meshes (their process groups are gone, e.g. after destroy_process_group)."""
-        cls._cache.clear()
-
-    def _lines(self, *varying: str) -> list[list[int]]:
-        seen: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.dims.world):
-            line = self.dims.ranks_along(*varying, fixed=self.dims.coords(rank))
-            seen[tuple(line)] = line
-        return list(seen.values())
-
-    def _group(self, *varying: str) -> Any:
-        return self._mine(self._lines(*varying))
-
-    def _ends(self) -> Any:
-        """First and last pipeline stage: the two holders of a tied embedding."""
-        return self._mine([sorted({line[0], line[-1]}) for line in self._lines("pp")])
-
-    def _solo(self) -> Any:
-        return self._mine([[rank] for rank in range(self.dims.world)])
-
-    def _mine(self, lines: list[list[int]]) -> Any:
-        """A group for each of these lists of ranks; returns the one that this rank is in, None if it is in none."""
-        mine = None
-        for line in lines:  # every rank creates every group, in the same order
-            group = new_group(line)
-            if self.rank in line:
-                mine = group
-        return mine
+    def _group(self, *varying: str, ends: bool = False) -> Any:
+        """This rank's group of the ranks that differ along these dimensions only; ``ends``: of the first and the last
+        of them, None on a rank between.
+        """
+        lines = [tuple(self.dims.ranks_along(*varying, fixed=self.dims.coords(r))) for r in range(self.dims.world)]
+        found = None
+        for line in dict.fromkeys(lines):  # every rank creates every group, in the same order
+            ranks = sorted({line[0], line[-1]}) if ends else list(line)
+            group = new_group(ranks)
+            if self.rank in ranks:
+                found = group
+        return found
 
     @property
     def is_first_stage(self) -> bool:
@@ -148,7 +120,7 @@ class Mesh:
         """The groups in the form in which Megatron-core takes them."""
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        solo = self.sp_group if self.dims.sp == 1 else self._solo()
+        solo = self.sp_group if self.dims.sp == 1 else self._group()
         return ProcessGroupCollection(
             tp=self.tp_group,
             pp=self.pp_group,
@@ -170,24 +142,21 @@ class Mesh:
         """The groups in the form in which DeepSpeed takes them (`mpu` of deepspeed.initialize)."""
         import torch.distributed as dist
 
-        mesh = self
+        tp, dp = self.tp_group, self.dp_group
+        out: dict[str, Any] = {
+            "get_data_parallel_group_ranks": lambda: dist.get_process_group_ranks(dp),
+            "get_tensor_model_parallel_src_rank": lambda: dist.get_global_rank(tp, 0),
+        }
+        groups = {"model": self.mp_group, "data": dp, "tensor_model": tp, "pipeline_model": self.pp_group}
+        for name, group in groups.items():
+            out[f"get_{name}_parallel_group"] = lambda group=group: group
+            out[f"get_{name}_parallel_world_size"] = partial(dist.get_world_size, group)
+            out[f"get_{name}_parallel_rank"] = partial(dist.get_rank, group)
+        # `initialize_sequence_parallel` is absent on purpose: DeepSpeed would ignore the rest of this object
+        return type("Groups", (), {name: staticmethod(function) for name, function in out.items()})
 
-        class Groups:
-            """`initialize_sequence_parallel` is absent on purpose: DeepSpeed would ignore the rest of this object."""
 
-            get_model_parallel_group = staticmethod(lambda: mesh.mp_group)
-            get_model_parallel_world_size = staticmethod(lambda: dist.get_world_size(mesh.mp_group))
-            get_model_parallel_rank = staticmethod(lambda: dist.get_rank(mesh.mp_group))
-            get_data_parallel_group = staticmethod(lambda: mesh.dp_group)
-            get_data_parallel_world_size = staticmethod(lambda: dist.get_world_size(mesh.dp_group))
-            get_data_parallel_rank = staticmethod(lambda: dist.get_rank(mesh.dp_group))
-            get_data_parallel_group_ranks = staticmethod(lambda: dist.get_process_group_ranks(mesh.dp_group))
-            get_tensor_model_parallel_group = staticmethod(lambda: mesh.tp_group)
-            get_tensor_model_parallel_world_size = staticmethod(lambda: mesh.dims.tp)
-            get_tensor_model_parallel_rank = staticmethod(lambda: mesh.coords.tp)
-            get_tensor_model_parallel_src_rank = staticmethod(lambda: dist.get_global_rank(mesh.tp_group, 0))
-            get_pipeline_model_parallel_group = staticmethod(lambda: mesh.pp_group)
-            get_pipeline_model_parallel_world_size = staticmethod(lambda: mesh.dims.pp)
-            get_pipeline_model_parallel_rank = staticmethod(lambda: mesh.coords.pp)
-
-        return Groups
+@cache
+def mesh_of(dims: ParallelDims) -> Mesh:
+    """The mesh of these dimensions, made once a process; every rank must ask in the same order."""
+    return Mesh(dims)

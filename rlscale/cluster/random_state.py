@@ -36,10 +36,8 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     np.random.set_state(tuple(states["numpy"]))
     torch.set_rng_state(_unpack(states["torch"]))
     tracker = get_cuda_rng_tracker()
-    own = tracker.get_states()
-    tracker.set_states(
-        {key: _unpack(states["megatron"][key]) if key in states["megatron"] else own[key] for key in own}
-    )
+    known = tracker.get_states()
+    tracker.set_states(known | {key: _unpack(state) for key, state in states["megatron"].items() if key in known})
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(_unpack(states["cuda"]))
 

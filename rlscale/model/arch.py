@@ -185,23 +185,16 @@ class ModelSpec:
         def divides(value: int) -> Callable[[int], bool]:
             return lambda tp: value % tp == 0
 
-        out = [("attention heads", self.heads, divides(self.heads))]
         fused = (self.heads + 2 * self.kv_heads) * self.head_dim
-        shared = divides(fused)  # several ranks may share a key-value head; they divide the fused projection evenly
-        out.append(
-            (
-                "key-value heads",
-                self.kv_heads,
-                lambda tp: self.kv_heads % tp == 0 or (tp % self.kv_heads == 0 and shared(tp)),
-            )
-        )
-        if not self.experts or self.dense_layers:
-            out.append(("ffn size", self.ffn, divides(self.ffn)))
-        if self.experts and ep == 1:
-            out.append(("expert ffn size", self.expert_ffn, divides(self.expert_ffn)))
-        elif self.experts:
-            out.append(("experts", self.experts, divides(self.experts)))
-        return out
+
+        def share(tp: int) -> bool:  # several ranks may share a key-value head; they divide the fused projection evenly
+            return self.kv_heads % tp == 0 or (tp % self.kv_heads == 0 and fused % tp == 0)
+
+        sizes = {"ffn size": self.ffn} if not self.experts or self.dense_layers else {}
+        if self.experts:
+            sizes |= {"expert ffn size": self.expert_ffn} if ep == 1 else {"experts": self.experts}
+        heads = [("attention heads", self.heads, divides(self.heads)), ("key-value heads", self.kv_heads, share)]
+        return [*heads, *((what, size, divides(size)) for what, size in sizes.items())]
 
 
 def _refuse_options(hf: Any, name: str) -> None:

@@ -1,8 +1,7 @@
-"""Attention over a packed row with shared prompts, as the core attention of Megatron's layers.
+"""Attention over a packed sequence with shared prompts, as the core attention of Megatron's layers.
 
-Megatron's projections hand over queries, keys and values of the whole row; rotary embedding and attention happen here,
-because only here the positions and borders of the packed row are known (the GPTModel is built without position
-embedding). Three kernels compute the same thing:
+Rotary embedding and attention happen here, because only here the positions and borders of the packed sequence are known
+(the GPTModel is built without position embedding). Three kernels compute the same thing:
 
 * dense blocks: one small masked matrix product a block. At a few hundred tokens this beats a fused kernel on a CPU.
 * segments: scaled_dot_product_attention of every response over prompt + itself; memory linear in the key length.
@@ -27,19 +26,21 @@ DENSE_BLOCK_TOKENS = 1024  # blocks up to this length use the dense kernel (its 
 
 
 @dataclass
-class PackedRow(PackedSeqParams):
-    """What Megatron passes through its layers untouched: the row and the rotary table."""
+class SequenceParams(PackedSeqParams):
+    """What Megatron passes through its layers untouched: the sequence and the rotary table."""
 
-    row: PackedSequence | None = None
+    sequence: PackedSequence | None = None
     cos: Tensor | None = None  # [S, 1, head_dim]
     sin: Tensor | None = None  # [S, 1, head_dim]
 
 
-def pack_params(row: PackedSequence, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> PackedRow:
-    """Rotary tables of a row, in fp32 until the last cast (as transformers does it). ``inv_freq``: [head_dim / 2]."""
-    angles = row.positions.float()[:, None] * inv_freq[None]
+def pack_params(sequence: PackedSequence, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> SequenceParams:
+    """Rotary tables, in fp32 until the last cast (as transformers does it). ``inv_freq``: [head_dim / 2]."""
+    angles = sequence.positions.float()[:, None] * inv_freq[None]
     both = torch.cat((angles, angles), dim=-1)[:, None]
-    return PackedRow(qkv_format="thd", row=row, cos=(both.cos() * scale).to(dtype), sin=(both.sin() * scale).to(dtype))
+    return SequenceParams(
+        qkv_format="thd", sequence=sequence, cos=(both.cos() * scale).to(dtype), sin=(both.sin() * scale).to(dtype)
+    )
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -119,38 +120,35 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: floa
     for start, n in block.segments:
         a = start - block.start
         keys, values = (torch.cat((x[:p], x[a : a + n])) for x in (k, v))
-        # row i of the response sees the whole prompt and its own first i + 1 tokens
+        # token i of the response sees the whole prompt and its own first i + 1 tokens
         mask = torch.ones(n, p + n, dtype=torch.bool, device=q.device).tril(diagonal=p)
         outs.append(attend(q[a : a + n], keys, values, mask))
     return torch.cat(outs)
 
 
-def varlen_plan(row: PackedSequence) -> tuple[Tensor, Tensor, Tensor, int, int]:
+def varlen_plan(sequence: PackedSequence) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Key gather index and the two cumulative lengths of flash attention: cu_q, cu_k, and the longest of each."""
-    device = row.tokens.device
+    device = sequence.tokens.device
     index: list[Tensor] = []
     q_len: list[int] = []
     k_len: list[int] = []
-    for block in row.blocks:
+    for block in sequence.blocks:
         prompt = torch.arange(block.start, block.start + block.prompt)
         index.append(prompt)
-        q_len.append(block.prompt)
-        k_len.append(block.prompt)
-        for start, n in block.segments:
-            index.extend((prompt, torch.arange(start, start + n)))
-            q_len.append(n)
-            k_len.append(block.prompt + n)
+        index.extend(part for start, n in block.segments for part in (prompt, torch.arange(start, start + n)))
+        q_len += [block.prompt, *(n for _, n in block.segments)]
+        k_len += [block.prompt, *(block.prompt + n for _, n in block.segments)]
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(device, torch.int32) for x in (q_len, k_len))
     return torch.cat(index).to(device), cu_q, cu_k, max(q_len), max(k_len)
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside the blocks of a packed row; takes the place of Megatron's core attention."""
+    """Causal attention inside the blocks of a packed sequence; takes the place of Megatron's core attention."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any):
         super().__init__(config=config)
         self.scale = config.kv_channels**-0.5
-        self.sp_group = config.rlscale_sp_group  # None: this rank holds whole rows
+        self.sp_group = config.rlscale_sp_group  # None: this rank holds whole sequences
 
     def forward(
         self,
@@ -160,56 +158,45 @@ class PackedAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedRow | None = None,
+        packed_seq_params: SequenceParams | None = None,
     ) -> Tensor:
         """query: [s, H, D]; key, value: [s, G, D] of this tensor-parallel rank. Returns [s, H * D].
 
-        ``s`` is the length of the row, or this Ulysses rank's part of it.
+        ``s`` is the length of the sequence, or this Ulysses rank's part of it.
         """
         assert packed_seq_params is not None
-        row, cos, sin = packed_seq_params.row, packed_seq_params.cos, packed_seq_params.sin
-        assert row is not None and cos is not None and sin is not None
+        sequence, cos, sin = packed_seq_params.sequence, packed_seq_params.cos, packed_seq_params.sin
+        assert sequence is not None and cos is not None and sin is not None
         if self.sp_group is not None:
             query, key, value = scatter_heads(query, key, value, self.sp_group)
         q, k = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        out = (
-            self._varlen(q, k, value, row) if q.is_cuda and q.dtype != torch.float32 else self._blocks(q, k, value, row)
-        )
+        attend = self._varlen if q.is_cuda and q.dtype != torch.float32 else self._blocks
+        out = attend(q, k, value, sequence)
         if self.sp_group is not None:
             out = gather_heads(out, self.sp_group)
         return out.reshape(out.shape[0], -1)
 
-    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, row: PackedSequence) -> Tensor:
+    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, sequence: PackedSequence) -> Tensor:
         outs = []
-        for i, block in enumerate(row.blocks):
+        for i, block in enumerate(sequence.blocks):
             span = slice(block.start, block.start + block.length)
             if block.length <= DENSE_BLOCK_TOKENS:
-                if ("bias", i) not in row.cache:
-                    row.cache["bias", i] = block_bias(block, q.dtype, q.device)
-                outs.append(dense_block(q[span], k[span], v[span], row.cache["bias", i], self.scale))
+                if ("bias", i) not in sequence.cache:
+                    sequence.cache["bias", i] = block_bias(block, q.dtype, q.device)
+                outs.append(dense_block(q[span], k[span], v[span], sequence.cache["bias", i], self.scale))
             else:
                 outs.append(segment_attention(q[span], k[span], v[span], block, self.scale))
         return torch.cat(outs)
 
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, row: PackedSequence) -> Tensor:
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, sequence: PackedSequence) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        if "varlen" not in row.cache:
-            row.cache["varlen"] = varlen_plan(row)
-        index, cu_q, cu_k, max_q, max_k = row.cache["varlen"]
+        if "varlen" not in sequence.cache:
+            sequence.cache["varlen"] = varlen_plan(sequence)
+        index, cu_q, cu_k, max_q, max_k = sequence.cache["varlen"]
         keys, values = k.index_select(0, index), v.index_select(0, index)
         # flash attention aligns the causal mask with the end of the keys: a response sees its whole prompt
-        out = varlen_attn(
-            q,
-            keys,
-            values,
-            cu_q,
-            cu_k,
-            max_q,
-            max_k,
-            scale=self.scale,
-            window_size=(-1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        options: dict[str, Any] = dict(scale=self.scale, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1])
+        out = varlen_attn(q, keys, values, cu_q, cu_k, max_q, max_k, **options)
         assert isinstance(out, Tensor)
         return out

@@ -22,6 +22,7 @@ from rlscale.model.ulysses import collect
 
 megatron_cpu.enable()  # before any Megatron module is imported
 
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel.layers import (  # noqa: E402
@@ -45,8 +46,8 @@ from rlscale.model.norms import HeadNorm, RMSNorm  # noqa: E402
 class FewKeyHeads(SelfAttention):
     """Grouped-query attention with fewer key-value heads than tensor-parallel ranks, several of which share one.
 
-    The rows of the fused projection are split evenly, so a rank's share may begin inside a group: the projections of
-    the row are gathered, and each rank takes its query heads and their key-value head. What several ranks do with a
+    The fused projection is split evenly, so a rank's share may begin inside a group: the projections of the sequence
+    are gathered, and each rank takes its query heads and their key-value head. What several ranks do with a
     key is summed on the way back. (Megatron's own way there needs its global process groups.)
     """
 
@@ -137,52 +138,41 @@ class Stage(nn.Module):
     def set_input_tensor(self, tensor: Any) -> None:
         self.body.set_input_tensor(tensor)
 
-    def forward(self, row: PackedSequence) -> Tensor:
-        """Hidden states to the next stage, or on the last one [k, t] fp32: values (k = 1), log-probs (1), and entropy
-        (2).
+    def forward(self, sequence: PackedSequence) -> Tensor:
+        """Hidden states for the next stage, or on the last one [k, t] fp32: values (k = 1), log-probs (1), entropy (2).
 
-        With Ulysses each rank of the group runs its part of the row; the last stage's output is that of the whole row
-        on all of them.
+        With Ulysses each rank of the group runs its part; the last stage's output is the whole sequence's on all of
+        them.
         """
-        params = pack_params(row, self.inv_freq, self.spec.rope_scale, self.config.params_dtype)
-        part = row.part(self.mesh.coords.sp, self.mesh.dims.sp)
+        params = pack_params(sequence, self.inv_freq, self.spec.rope_scale, self.config.params_dtype)
+        part = sequence.part(self.mesh.coords.sp, self.mesh.dims.sp)
         # the body has no position embedding (attention knows the positions), so it needs no position ids
         hidden = self.body(
             input_ids=part.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=params
         )
         out = self._head(hidden, part) if self.mesh.is_last_stage else hidden
         if self.mesh.is_last_stage and part.places is not None:
-            out = collect(out, part.places, row.targets.numel(), self.mesh.sp_group)
+            out = collect(out, part.places, sequence.targets.numel(), self.mesh.sp_group)
         if self.on_backward is not None and torch.is_grad_enabled() and out.requires_grad:
-            out.register_hook(self._begin_backward)
+            out.register_hook(lambda _grad: self.on_backward())
         return out
 
-    def _begin_backward(self, grad: Tensor) -> Tensor:
-        self.on_backward()
-        return grad
-
-    def _head(self, hidden: Tensor, row: SequencePart) -> Tensor:
+    def _head(self, hidden: Tensor, part: SequencePart) -> Tensor:
         if self.config.sequence_parallel:
             # behind it the gradient is complete on every rank (the vocabulary head sums its own), so it is only split
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.mesh.tp_group
             )
-        hidden = hidden.squeeze(1).index_select(0, row.predictors)
+        hidden = hidden.squeeze(1).index_select(0, part.predictors)
         if self.spec.value_head:
             return self.value_head(hidden).float().t()
-        return self.head(hidden, row.targets, self.with_entropy, self.entropy_grad and torch.is_grad_enabled())
-
-
-def _global_buffer() -> None:
-    """Sequence parallelism gathers into a buffer of Megatron's global state even when groups are handed over."""
-    from megatron.core import parallel_state
-
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        parallel_state._set_global_memory_buffer()
+        return self.head(hidden, part.targets, self.with_entropy, self.entropy_grad and torch.is_grad_enabled())
 
 
 def _build_body(spec: ModelSpec, mesh: Mesh, config: TransformerConfig) -> Body:
-    _global_buffer()
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        # sequence parallelism gathers into a buffer of Megatron's global state even when groups are handed over
+        parallel_state._set_global_memory_buffer()
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=spec.qk_norm)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -15,6 +15,7 @@ of both products.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,16 +38,6 @@ class _Spec:
     with_entropy: bool
     entropy_grad: bool
     needs_grad: bool
-
-
-@dataclass
-class _Stats:
-    """Global statistics of the tokens of a chunk, ``[c]``: ``z`` scaled by 1/temperature."""
-
-    peak: Tensor  # max z
-    total: Tensor  # sum exp(z - peak)
-    target: Tensor  # z_y - peak
-    entropy: Tensor | None
 
 
 def vocab_parallel_logprob_entropy(
@@ -82,15 +73,11 @@ def vocab_parallel_logprob_entropy(
     Raises:
         ValueError: shapes or dtypes that disagree, ``temperature <= 0``, ``chunk < 1``.
     """
-    if (
-        hidden.dim() != 2
-        or weight.dim() != 2
-        or hidden.shape[1] != weight.shape[1]
-        or targets.shape != hidden.shape[:1]
-    ):
+    flat = hidden.dim() == weight.dim() == 2
+    if not flat or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
-            f"must be [t, h], [v, h] and [t]"
+            "must be [t, h], [v, h] and [t]"
         )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must have one dtype")
@@ -101,20 +88,18 @@ def vocab_parallel_logprob_entropy(
     spec = _Spec(temperature, chunk, group, with_entropy or entropy_grad, entropy_grad, needs_grad)
     columns = weight.shape[0] if vocab_real is None else min(max(vocab_real - vocab_start, 0), weight.shape[0])
     local = targets - vocab_start
-    mine = (local >= 0) & (local < columns)
+    held = (local >= 0) & (local < columns)
     weight = weight if columns == weight.shape[0] else weight[:columns]
-    logprob, entropy = _Head.apply(hidden, weight, torch.where(mine, local, 0), mine, spec)
+    logprob, entropy = _Head.apply(hidden, weight, torch.where(held, local, 0), held, spec)
     return logprob, (entropy if spec.with_entropy else None)
 
 
 class _Head(torch.autograd.Function):
-    """See `vocab_parallel_logprob_entropy`. ``local``: target columns of this rank, ``mine``: whether it holds the
-    target.
-    """
+    """``local``: target columns of this rank, ``held``: whether it holds the target."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, local: Tensor, mine: Tensor, spec: _Spec
+        ctx: Any, hidden: Tensor, weight: Tensor, local: Tensor, held: Tensor, spec: _Spec
     ) -> tuple[Tensor, Tensor]:
         tokens, columns = hidden.shape[0], weight.shape[0]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -128,13 +113,14 @@ class _Head(torch.autograd.Function):
             keep = rows.start >= keep_from
             z = kept[rows.start - keep_from : rows.stop - keep_from] if keep else buffer[: rows.stop - rows.start]
             torch.mm(hidden[rows], weight.t(), out=z)
-            s = _softmax_stats(z, local[rows], mine[rows], spec, overwrite=keep and not spec.entropy_grad)
-            logprob[rows] = s.target - s.total.log()
-            stats[0, rows], stats[1, rows] = s.peak, s.total
-            if s.entropy is not None:
-                entropy[rows] = s.entropy
+            overwrite = keep and not spec.entropy_grad
+            peak, total, target, information = _softmax_stats(z, local[rows], held[rows], spec, overwrite)
+            logprob[rows] = target - total.log()
+            stats[0, rows], stats[1, rows] = peak, total
+            if information is not None:
+                entropy[rows] = information
         ctx.spec, ctx.kept = spec, kept
-        ctx.save_for_backward(hidden, weight, local, mine, stats, logprob, entropy)
+        ctx.save_for_backward(hidden, weight, local, held, stats, logprob, entropy)
         if not spec.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprob, entropy
@@ -143,7 +129,7 @@ class _Head(torch.autograd.Function):
     def backward(
         ctx: Any, g_logprob: Tensor, g_entropy: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, local, mine, stats, logprob, entropy = ctx.saved_tensors
+        hidden, weight, local, held, stats, logprob, entropy = ctx.saved_tensors
         spec: _Spec = ctx.spec
         want_h, want_w = ctx.needs_input_grad[:2]
         grad_h = torch.empty_like(hidden) if want_h else None
@@ -161,14 +147,14 @@ class _Head(torch.autograd.Function):
             g = g_logprob[rows]
             if spec.entropy_grad:
                 scale = torch.full_like(g, -1.0 / spec.temperature)
-                _entropy_gradient(
-                    z, stats[:, rows], entropy[rows], g, g_entropy[rows], local[rows], mine[rows], logprob[rows], spec
-                )
+                values = stats[:, rows], entropy[rows], g, g_entropy[rows], logprob[rows]
+                at_targets = _entropy_gradient(z, *values, spec.temperature)
             else:
                 if fresh:
                     _exponentiate(z, stats[0, rows], spec.temperature)
                 scale = -g / (stats[1, rows] * spec.temperature)
-                _set_targets(z, local[rows], mine[rows], stats[1, rows] * torch.expm1(logprob[rows]))
+                at_targets = stats[1, rows] * torch.expm1(logprob[rows])
+            _set_targets(z, local[rows], held[rows], at_targets)
             if grad_h is not None:
                 torch.mm(z, weight, out=grad_h[rows])
                 grad_h[rows] *= scale.unsqueeze(1).to(z.dtype)
@@ -221,19 +207,23 @@ def _pieces(start: int, stop: int, hidden: Tensor, spec: _Spec) -> list[slice]:
     return out
 
 
-def _tiles(z: Tensor) -> list[slice]:
-    """Rows worked on together: a cache's worth on the CPU, all of them on an accelerator."""
+def _tiles(z: Tensor, rooms: int, dtype: torch.dtype) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Rows worked on together (a cache's worth on the CPU, all of them on an accelerator), each time with ``rooms``
+    scratch tensors of their shape.
+    """
     step = max(1, _CACHE_BYTES // (4 * max(z.shape[1], 1))) if z.device.type == "cpu" else max(z.shape[0], 1)
-    return [slice(i, min(i + step, z.shape[0])) for i in range(0, z.shape[0], step)]
+    scratch = [torch.empty(min(step, z.shape[0]), z.shape[1], dtype=dtype, device=z.device) for _ in range(rooms)]
+    for start in range(0, z.shape[0], step):
+        rows = slice(start, min(start + step, z.shape[0]))
+        yield rows, [room[: rows.stop - rows.start] for room in scratch]
 
 
-def _scratch(z: Tensor, rows: int) -> Tensor | None:
-    """Float32 room for one tile of half-precision logits; ``None`` where the logits themselves are wide enough."""
-    return None if z.dtype in (torch.float32, torch.float64) else torch.empty(rows, z.shape[1], device=z.device)
-
-
-def _softmax_stats(z: Tensor, local: Tensor, mine: Tensor, spec: _Spec, overwrite: bool) -> _Stats:
-    """Statistics of the logits ``z`` ``[c, v]``. ``overwrite``: leave ``exp(z - peak)`` in their place."""
+def _softmax_stats(
+    z: Tensor, local: Tensor, held: Tensor, spec: _Spec, overwrite: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Over all ranks, of the scaled logits ``z`` ``[c, v]``, each ``[c]``: max z, sum exp(z - max), z_y - max and the
+    entropy. ``overwrite``: leave ``exp(z - max)`` in their place.
+    """
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     inverse = 1.0 / spec.temperature
     peak = z.amax(-1).to(wide) if z.shape[1] else torch.full((z.shape[0],), -math.inf, dtype=wide, device=z.device)
@@ -242,79 +232,57 @@ def _softmax_stats(z: Tensor, local: Tensor, mine: Tensor, spec: _Spec, overwrit
     sums = torch.zeros(3 if spec.with_entropy else 2, z.shape[0], dtype=wide, device=z.device)
     if z.shape[1]:
         at = z.gather(1, local.unsqueeze(1)).squeeze(1).to(wide)
-        sums[1] = torch.where(mine, (at - peak) * inverse, 0.0)
-        tiles = _tiles(z)
-        room = torch.empty(tiles[0].stop, z.shape[1], dtype=wide, device=z.device) if tiles else None
-        room2 = torch.empty_like(room) if spec.with_entropy and room is not None else None
-        for rows in tiles:
-            assert room is not None
-            x = room[: rows.stop - rows.start]
+        sums[1] = torch.where(held, (at - peak) * inverse, 0.0)
+        for rows, (x, *more) in _tiles(z, 2 if spec.with_entropy else 1, wide):
             x.copy_(z[rows]).sub_(peak[rows].unsqueeze(1))
             if inverse != 1.0:
                 x.mul_(inverse)
-            if room2 is not None:
-                e = torch.exp(x, out=room2[: x.shape[0]])
+            e = torch.exp(x, out=more[0] if more else x)
+            if more:
                 torch.sum(x.mul_(e), -1, out=sums[2, rows])
-            else:
-                e = x.exp_()
             torch.sum(e, -1, out=sums[0, rows])
             if overwrite:
                 z[rows] = e
     if spec.group is not None:
         dist.all_reduce(sums, group=spec.group)
     entropy = sums[0].log() - sums[2] / sums[0] if spec.with_entropy else None
-    return _Stats(peak, sums[0], sums[1], entropy)
+    return peak, sums[0], sums[1], entropy
 
 
 def _exponentiate(z: Tensor, peak: Tensor, temperature: float) -> None:
     """``z <- exp((z - peak) / temperature)`` in place."""
-    tiles = _tiles(z)
-    room = _scratch(z, tiles[0].stop) if tiles else None
-    for rows in tiles:
-        x = z[rows] if room is None else room[: rows.stop - rows.start].copy_(z[rows])
+    rooms = 0 if z.dtype in (torch.float32, torch.float64) else 1
+    for rows, room in _tiles(z, rooms, torch.float32):
+        x = room[0].copy_(z[rows]) if room else z[rows]
         x.sub_(peak[rows].unsqueeze(1))
         if temperature != 1.0:
             x.mul_(1.0 / temperature)
         x.exp_()
-        if room is not None:
+        if room:
             z[rows] = x
 
 
-def _set_targets(e: Tensor, local: Tensor, mine: Tensor, value: Tensor) -> None:
+def _set_targets(e: Tensor, local: Tensor, held: Tensor, value: Tensor) -> None:
     """Put ``e_y - s = s (p_y - 1)`` at the targets of this rank, from exact float32 numbers: no cancellation for
     ``p_y`` near 1.
     """
     if e.shape[1]:
-        here = mine.nonzero().squeeze(1)
-        e[here, local[here]] = value[here].to(e.dtype)
+        at = held.nonzero().squeeze(1)
+        e[at, local[at]] = value[at].to(e.dtype)
 
 
 def _entropy_gradient(
-    z: Tensor,
-    stats: Tensor,
-    entropy: Tensor,
-    g: Tensor,
-    g_entropy: Tensor,
-    local: Tensor,
-    mine: Tensor,
-    logprob: Tensor,
-    spec: _Spec,
-) -> None:
+    z: Tensor, stats: Tensor, entropy: Tensor, g: Tensor, g_entropy: Tensor, logprob: Tensor, temperature: float
+) -> Tensor:
     """``z <- g (p - [y]) + g_entropy p (log p + H)`` in place: minus the gradient of both outputs w.r.t. the scaled
-    logits.
+    logits, except at the targets, whose values are returned.
     """
     peak, total = stats
     log_total = total.log()
-    tiles = _tiles(z)
-    wide = total.dtype
-    room = torch.empty(tiles[0].stop, z.shape[1], dtype=wide, device=z.device) if tiles else None
-    room2 = torch.empty_like(room) if room is not None else None
-    for rows in tiles:
-        assert room is not None and room2 is not None
-        x = room[: rows.stop - rows.start]
-        x.copy_(z[rows]).sub_(peak[rows].unsqueeze(1)).mul_(1.0 / spec.temperature).sub_(log_total[rows].unsqueeze(1))
-        p = torch.exp(x, out=room2[: x.shape[0]])
+    for rows, (x, p) in _tiles(z, 2, total.dtype):
+        x.copy_(z[rows]).sub_(peak[rows].unsqueeze(1)).mul_(1.0 / temperature).sub_(log_total[rows].unsqueeze(1))
+        torch.exp(x, out=p)
         x.add_(entropy[rows].unsqueeze(1)).mul_(g_entropy[rows].unsqueeze(1)).add_(g[rows].unsqueeze(1)).mul_(p)
         z[rows] = x
     p_y = logprob.exp()
-    _set_targets(z, local, mine, g * torch.expm1(logprob) + g_entropy * p_y * (logprob + entropy))
+    return g * torch.expm1(logprob) + g_entropy * p_y * (logprob + entropy)

@@ -28,7 +28,7 @@ def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_pa
     """Megatron's configuration of this model.
 
     The fused activation is on, because its autograd function keeps its input only; without CUDA it is plain torch. The
-    other fusions need CUDA extensions that this project does not ask for.
+    other fusions, off by default, need CUDA extensions that this project does not ask for.
     """
     config = Config(
         num_layers=spec.num_layers,
@@ -53,20 +53,12 @@ def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_pa
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=True,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=True,
         perform_initialization=False,
         variable_seq_lengths=mesh.dims.pp > 1,
         batch_p2p_comm=False,
-        deallocate_pipeline_outputs=False,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        **(dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1) if recompute else {}),
     )
     config.rlscale_tp_group, config.rlscale_tp_rank = mesh.tp_group, mesh.coords.tp
     config.rlscale_sp_group = mesh.sp_group if mesh.dims.sp > 1 else None

@@ -1,10 +1,9 @@
 """The sparse MLP of a mixture-of-experts layer, split over tensor-parallel ranks by width or by whole experts.
 
-Every tensor-parallel rank sees all tokens of the row, computes what its part of the experts adds to each of them, and
-the parts are summed: the same two collectives as around a dense MLP. With expert parallelism off each rank holds a
+Every tensor-parallel rank sees all tokens of the sequence, computes what its part of the experts adds to each of them,
+and the parts are summed: the same two collectives as around a dense MLP. With expert parallelism off each rank holds a
 slice of every expert, with it whole experts; either way its parameters are slices of the model that no other
-tensor-parallel rank holds, and the data-parallel group of an expert is that of all other parameters. That is all that
-ZeRO and the gradient norm need to know.
+tensor-parallel rank holds, and ZeRO and the gradient norm need to know no more.
 
 An expert's weights lie in one stacked parameter a layer: an expert that no token chose gets a gradient of zeros, so
 that every rank reduces the same tensors in the same order, and ZeRO keeps a few parameters instead of thousands.
@@ -38,7 +37,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden, dtype=dtype))
         self.top_k, self.normalize = top_k, normalize
-        self.group = group  # tensor-parallel ranks that each see a part of the row; None: all see all of it
+        self.group = group  # tensor-parallel ranks that each see a part of the sequence; None: all see all of it
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [s, hidden]. Returns the weights (fp32) and the numbers of the chosen experts, both [s, top_k]."""

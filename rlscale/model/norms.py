@@ -1,4 +1,4 @@
-"""RMSNorm of a row that tensor-parallel ranks share, and of heads that are split over them."""
+"""RMSNorm of a sequence that tensor-parallel ranks share, and of heads that are split over them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-
-from rlscale.cluster import megatron_cpu
-
-megatron_cpu.enable()  # before any Megatron module is imported
-
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
 class RMSNorm(nn.Module):
     """RMSNorm (Zhang & Sennrich 2019) that is right under sequence parallelism.
 
-    With sequence parallelism each tensor-parallel rank sees a part of the row, so the weight's gradient is a sum over
-    ranks. It is summed inside autograd: then it is complete before any ZeRO stage reads or partitions it.
+    With sequence parallelism each tensor-parallel rank sees a part of the sequence, so the weight's gradient is a sum
+    over ranks, made inside autograd: then it is complete before any ZeRO stage reads or partitions it.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):

@@ -9,7 +9,7 @@ nothing and is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,10 +48,7 @@ class PackedSequence:
         return self.tokens.numel()
 
     def part(self, rank: int, size: int) -> SequencePart:
-        """What rank ``rank`` of ``size`` Ulysses ranks embeds and predicts: the rank-th of ``size`` equal parts.
-
-        ``size`` divides the length.
-        """
+        """What rank ``rank`` of ``size`` Ulysses ranks, which divide the length, embeds and predicts: an equal part."""
         if size == 1:
             return SequencePart(self.tokens, self.predictors, self.targets, None)
         length = self.length // size
@@ -65,10 +62,8 @@ class PackedSequence:
         """The same on a device, without the cache; itself if it is there."""
         if self.tokens.device == device:
             return self
-        moved = {
-            k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "positions", "predictors", "targets")
-        }
-        return PackedSequence(blocks=self.blocks, samples=self.samples, **moved)
+        names = ("tokens", "positions", "predictors", "targets")
+        return replace(self, cache={}, **{n: getattr(self, n).to(device, non_blocking=True) for n in names})
 
 
 @dataclass
@@ -89,19 +84,14 @@ def pack_sequence(batch: PackedBatch, samples: Tensor, *, share_prefix: bool, mu
     tokens: list[Tensor] = []
     positions: list[Tensor] = []
     blocks: list[Block] = []
-    predictors: list[Tensor] = []
-    targets: list[Tensor] = []
+    predictors = [torch.zeros(0, dtype=torch.int64)]
+    targets = [torch.zeros(0, dtype=torch.int64)]
     at = 0
-    by_prompt: list[tuple[int, list[int]]] = []
-    place: dict[int, int] = {}
+    by_prompt: dict[int, list[int]] = {}
     for sample, group in zip(samples.tolist(), batch.group[samples].tolist(), strict=True):
-        if share_prefix and group in place:
-            by_prompt[place[group]][1].append(sample)
-        else:
-            place[group] = len(by_prompt)
-            by_prompt.append((group, [sample]))
-    order: list[int] = []
-    for group, members in by_prompt:
+        by_prompt.setdefault(group if share_prefix else len(by_prompt), []).append(sample)
+    for members in by_prompt.values():
+        group = int(batch.group[members[0]])
         prompt = batch.prompt_tokens[batch.prompt_cu_seqlens[group] : batch.prompt_cu_seqlens[group + 1]]
         block = Block(at, prompt.numel(), [])
         tokens.append(prompt)
@@ -119,19 +109,17 @@ def pack_sequence(batch: PackedBatch, samples: Tensor, *, share_prefix: bool, mu
                 predictors.append(torch.cat((torch.tensor([last]), torch.arange(at, at + n))))
                 targets.append(response)
             at += n
-            order.append(sample)
         blocks.append(block)
     padding = -at % multiple if at else multiple
     if padding:
         tokens.append(torch.zeros(padding, dtype=torch.int64))
         positions.append(torch.arange(padding))
         blocks.append(Block(at, padding, []))
-    empty = torch.zeros(0, dtype=torch.int64)
     return PackedSequence(
         tokens=torch.cat(tokens),
         positions=torch.cat(positions),
         blocks=blocks,
-        predictors=torch.cat(predictors) if predictors else empty,
-        targets=torch.cat(targets) if targets else empty,
-        samples=torch.tensor(order, dtype=torch.int64),
+        predictors=torch.cat(predictors),
+        targets=torch.cat(targets),
+        samples=torch.tensor([s for members in by_prompt.values() for s in members], dtype=torch.int64),
     )

@@ -1,6 +1,6 @@
-"""Ulysses sequence parallelism: every rank holds a part of the row, and for attention all of the row in some heads.
+"""Ulysses sequence parallelism: a rank holds a part of the sequence, and for attention all of it in some heads.
 
-The ranks of a group hold consecutive, equally long parts of one packed row, so that everything outside attention
+The ranks of a group hold consecutive, equally long parts of one packed sequence, so that everything outside attention
 (projections, norms, MLP, head) touches 1/N of the tokens. Attention mixes tokens but not heads, so an all-to-all turns
 "my tokens, all heads" into "all tokens, my heads" before it and back after it (Jacobs et al. 2023, arXiv 2309.14509).
 Each token crosses twice a layer, whatever N is.
@@ -99,12 +99,12 @@ class _Collect(torch.autograd.Function):
 
 
 def collect(part: Tensor, places: Tensor, count: int, group: Any) -> Tensor:
-    """From the outputs ``part`` [k, t'] of this rank's tokens to those of the whole row, [k, count], on every rank.
+    """From the outputs ``part`` [k, t'] of this rank's tokens to those of the sequence, [k, count], on every rank.
 
-    Every rank then computes the whole loss of the row, alike (a sequence-level ratio needs all of its tokens), and
+    Every rank then computes the whole loss of the sequence, alike (a sequence-level ratio needs all of its tokens), and
     backward hands each rank the gradient of its own tokens: parameter gradients are sums over the group.
 
     Args:
-        places: [t'] int64, where this rank's outputs stand among the row's.
+        places: [t'] int64, where this rank's outputs stand among the sequence's.
     """
     return _Collect.apply(part, places, count, group)

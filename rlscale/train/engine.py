@@ -3,15 +3,14 @@
 The engine takes *global* batches (identical on every rank) and divides the work: micro-batches by token budget over
 data-parallel ranks, each run through Megatron's schedule over this rank's pipeline. Forward-only passes return the
 global result on every rank. A training step's loss is a weighted sum whose weights come from global counts, so that any
-division gives the same gradient; the engine undoes the means that Megatron (over micro-batches) and DeepSpeed (over
-data-parallel ranks) take.
+division gives the same gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from rlscale.batch.types import LossFn, ModelOut, PackedBatch
 from rlscale.cluster import megatron_cpu
 from rlscale.cluster.collective import gather
 from rlscale.cluster.device import Device
-from rlscale.cluster.mesh import Mesh, ParallelDims
+from rlscale.cluster.mesh import ParallelDims, mesh_of
 from rlscale.config.layouts import refusals
 from rlscale.config.paths import resolve_folder
 from rlscale.config.schema import OptimConfig, ParallelConfig
@@ -85,11 +84,13 @@ class Engine:
     ):
         self.role, self.spec, self.parallel, self.optim, self.batching = role, spec, parallel, optim, batching
         self.device, self.dtype, self.total_steps = device, dtype, total_steps
-        dims = ParallelDims.of(parallel, device.world)
         refused = refusals(role, parallel, device.world, spec)
         if refused:
             raise ValueError("; ".join(r.message for r in refused))
-        self.mesh = Mesh.get(dims)
+        dims = ParallelDims.of(parallel, device.world)
+        self.mesh = mesh_of(dims)
+        #: which rank's parameters have which slice of which canonical tensor, by their keys in `parameters`
+        self.model_layout = megatron_layout(spec, dims)
         self.host = HostCopies(device)
         self.steps = self.skipped_in_a_row = 0  # optimizer steps taken
         config = build_config(
@@ -101,6 +102,8 @@ class Engine:
         if optim is not None:
             model = self.stage, self.parameters(), self.model_layout
             self.optimizer = ShardedOptimizer(role, *model, optim, dtype, parallel.zero_stage)
+        #: the optimizer if it holds the weights too, each rank its part: ZeRO-3
+        self._partitioned = self.optimizer if parallel.zero_stage == 3 else None
         self.stage.to(device.torch_device)
         self._load(path, seed)
         if self.optimizer is None:
@@ -109,11 +112,6 @@ class Engine:
             self.optimizer.initialize()
 
     # ---- construction
-
-    @cached_property
-    def model_layout(self) -> Layout:
-        """Which rank's parameters have which slice of which canonical tensor, by their keys in `parameters`."""
-        return megatron_layout(self.spec, self.mesh.dims)
 
     @property
     def layout(self) -> Layout:
@@ -129,17 +127,9 @@ class Engine:
             return self._partitioned.weights()
         return {key: parameter.data for key, parameter in self.parameters().items()}
 
-    @property
-    def _partitioned(self) -> ShardedOptimizer | None:
-        """The optimizer if it holds the weights too, each rank its part: ZeRO-3."""
-        return self.optimizer if self.optimizer is not None and self.optimizer.partitions_weights else None
-
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by their keys in `model_layout`; under ZeRO-3 they are empty between passes."""
-        out = dict(self.stage.body.named_parameters())
-        if hasattr(self.stage, "value_head"):
-            out |= {f"value_head.{name}": p for name, p in self.stage.value_head.named_parameters()}
-        return out
+        return {name.removeprefix("body."): p for name, p in self.stage.named_parameters()}
 
     def _load(self, path: str, seed: int) -> None:
         """Read this rank's slices of the folder; a value head that it lacks is drawn anew, small, from ``seed``."""
@@ -180,9 +170,9 @@ class Engine:
         except ValueError as error:  # every rank sees the same batch, so that all of them end here
             owner = "critic" if self.role == "critic" else "actor"  # a reference is cut as the actor is
             raise ValueError(f"{owner}.ppo_max_token_len_per_gpu is {budget}: {error}") from error
-        mine = plans[self.mesh.coords.dp] or [torch.zeros(0, dtype=torch.int64)]
+        chosen = plans[self.mesh.coords.dp] or [torch.zeros(0, dtype=torch.int64)]
         multiple = dims.sp * (dims.tp if self.parallel.sequence_parallel else 1)
-        return [pack_sequence(batch, own, share_prefix=self.batching.share_prefix, multiple=multiple) for own in mine]
+        return [pack_sequence(batch, s, share_prefix=self.batching.share_prefix, multiple=multiple) for s in chosen]
 
     def _run(self, sequences: list[PackedSequence], consume: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Drive micro-batches through Megatron's schedule; ``consume(sequence, out, **kw)`` sees each output of the
@@ -249,9 +239,7 @@ class Engine:
         return self._forward(batch, 1)[0]
 
     def scores(self, batch: PackedBatch) -> Tensor:
-        """[B] fp32: what a reward model (one scalar a token) says at the last token of each sequence, prompt and
-        response.
-        """
+        """[B] fp32: the scalar of a reward model at the last token of each sequence, prompt and response."""
         assert self.spec.value_head, f"{self.role} has no scalar head"
         longer = batch.with_one_more_token()  # the value "in which it is chosen" is that of the last token before it
         values = self._forward(longer, 1, beyond=1)[0]
@@ -260,8 +248,7 @@ class Engine:
     def update(
         self, batch: PackedBatch, loss_fn: LossFn, *, entropy: bool = False, entropy_grad: bool = False
     ) -> dict[str, float]:
-        """One optimizer step on a global mini-batch; ``entropy`` makes it part of the output, ``entropy_grad`` of the
-        graph.
+        """One optimizer step on a global mini-batch; ``entropy``: in the output, ``entropy_grad``: and in the graph.
 
         ``loss_fn(out, micro_batch)`` returns the micro-batch's share of the loss (a sum weighted by ``batch.weights``,
         so that shares add up) and sums to be logged. Returns those sums over the whole mini-batch, ``grad_norm``
@@ -292,7 +279,7 @@ class Engine:
         rate = learning_rate(self.optim, self.steps, self.total_steps)
         records = self._run(sequences, consume, forward_only=False)
         norm = self.optimizer.step(rate)
-        sums = self._sum(records if self.is_output_rank else [])
+        sums = _add(gather(_add(records if self.is_output_rank else [])))
         if norm is None:
             self._count_skipped(sums["loss"])
             return {"skipped": 1.0, "lr": rate}
@@ -312,9 +299,7 @@ class Engine:
         step = self.optimizer.adam_step
         return {"steps": self.steps, "adam_step": step, "skipped_in_a_row": self.skipped_in_a_row}
 
-    def load_state(
-        self, read: Callable[[str, Layout, dict[str, Tensor]], object], counters: Mapping[str, int]
-    ) -> None:
+    def load_state(self, read: Callable[[str, Layout, dict[str, Tensor]], object], counters: Mapping[str, int]) -> None:
         """Continue from a saved state: ``read(name, layout, buffers)`` fills the buffers of each part of `state`, by
         keys of the layout; the working weights follow.
         """
@@ -326,7 +311,7 @@ class Engine:
         self.optimizer.follow_masters()
 
     def offload(self, *kinds: str) -> None:
-        """Move working ``parameters`` and the ``optimizer`` state (fp32 masters, moments) to the host; both by default.
+        """Move some of `KINDS` (default: all) to the host: working parameters; fp32 masters and moments.
 
         Whatever needs them brings them back by itself, bit for bit the same: a pass the parameters, an update both.
         """
@@ -343,28 +328,22 @@ class Engine:
 
     def release_device(self, *, parameters: bool = True) -> None:
         """Leave the device to others, as far as ``parallel.{param,optimizer}_offload`` ask for it."""
-        wanted = {
-            "parameters": parameters and self.parallel.param_offload,
-            "optimizer": self.parallel.optimizer_offload,
-        }
-        kinds = [kind for kind, yes in wanted.items() if yes]
-        if kinds:
-            self.offload(*kinds)
+        if self.parallel.param_offload and parameters:
+            self.offload("parameters")
+        if self.parallel.optimizer_offload:
+            self.offload("optimizer")
 
     def tensors_of(self, kind: str) -> list[Tensor]:
-        """The tensors of this rank that are of one of `KINDS`. Masters that *are* the working parameters (ZeRO-3 in
-        fp32) count as parameters.
-        """
-        if self.optimizer is None:
-            return [p.data for p in self.stage.parameters()] if kind == "parameters" else []
-        working = self.optimizer.working_tensors()
-        if kind == "parameters":
-            return working
-        own = {storage._cdata for storage in storages(working)}
-        return [t for t in self.optimizer.state_tensors() if t.untyped_storage()._cdata not in own]
+        """This rank's tensors of one of `KINDS`. Masters that *are* working parameters (ZeRO-3 in fp32) are such."""
+        working = [p.data for p in self.stage.parameters()]
+        if self._partitioned:
+            working += self._partitioned.local_parts()
+        if kind == "parameters" or self.optimizer is None:
+            return working if kind == "parameters" else []
+        known = {storage._cdata for storage in storages(working)}
+        return [t for t in self.optimizer.state_tensors() if t.untyped_storage()._cdata not in known]
 
     def _count_skipped(self, loss: float) -> None:
-        """The global gradient norm was not finite, and nothing has changed."""
         assert self.optim is not None
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.optim.max_skipped_steps:
@@ -376,10 +355,8 @@ class Engine:
             )
 
     def _loss_scale(self, micro_batches: int) -> int:
-        """Undoes the means that Megatron takes over micro-batches and DeepSpeed over ranks with equal parameters.
-
-        Those are the data-parallel ranks, whose gradients add up to that of the batch, and the Ulysses ranks, whose
-        gradients (of their tokens) add up to that of a row.
+        """Undoes the means that Megatron takes over micro-batches and DeepSpeed over ranks with equal parameters:
+        data-parallel and Ulysses ranks, whose gradients (of their samples, of their tokens) have to add up.
         """
         return micro_batches * self.mesh.dims.dp * self.mesh.dims.sp
 
@@ -388,13 +365,11 @@ class Engine:
             return ModelOut(values=out[0])
         return ModelOut(logprobs=out[0], entropy=out[1] if out.shape[0] > 1 else None)
 
-    def _sum(self, records: list[dict[str, Tensor]]) -> dict[str, float]:
-        mine: dict[str, float] = {}
-        for record in records:
-            for name, value in record.items():
-                mine[name] = mine.get(name, 0.0) + float(value)
-        total: dict[str, float] = {}
-        for sums in gather(mine):
-            for name, number in sums.items():
-                total[name] = total.get(name, 0.0) + number
-        return total
+
+def _add(shares: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Sums by name."""
+    total: dict[str, float] = {}
+    for share in shares:
+        for name, value in share.items():
+            total[name] = total.get(name, 0.0) + float(value)
+    return total

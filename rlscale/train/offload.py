@@ -17,9 +17,8 @@ from rlscale.cluster.device import Device
 
 
 class HostCopies:
-    """Storages that are away from the device, by the name under which they left.
-
-    Host buffers are pinned for CUDA, and kept for the next time, because pinning is slow.
+    """Storages that are away from the device, by the name under which they left. Pinned host buffers are kept for the
+    next time, because pinning is slow.
     """
 
     def __init__(self, device: Device):
@@ -28,9 +27,7 @@ class HostCopies:
         self._pinned: dict[int, Tensor] = {}  # by the identity of the storage
 
     def offload(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Move the storages of the tensors to the host; their device bytes are 0 until `reload`. Nothing happens if
-        this kind is away already.
-        """
+        """Move the storages of the tensors to the host until `reload`, unless this kind is away already."""
         if kind in self.away:
             return
         moved = [(storage, self._host(storage)) for storage in storages(tensors)]
@@ -62,11 +59,6 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """The distinct storages of some tensors that hold any bytes."""
     found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return [storage for storage in found.values() if storage.nbytes()]
-
-
-def device_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages of some tensors."""
-    return sum(storage.nbytes() for storage in storages(tensors))
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -3,11 +3,6 @@
 DeepSpeed keeps fp32 master weights and AdamW moments in flat buffers, another class for each stage and dtype. Here
 they are views under the keys of a layout over canonical tensors (`rlscale.reshard.zero_layout`): a checkpoint written
 under one TP, PP, DP and ZeRO stage is read under another by the same plans that move weights.
-
-    for name, (layout, tensors) in optimizer.states().items():     # master, exp_avg, exp_avg_sq
-        Transfer(plan(saved, layout, dtype=torch.float32)).into(sources, tensors)
-    optimizer.adam_step = step
-    optimizer.follow_masters()
 """
 
 from __future__ import annotations
@@ -134,9 +129,8 @@ class ShardedOptimizer:
             model=self.stage, model_parameters=list(self.parameters.values()), mpu=self.mesh.mpu(), config=self.config
         )
         # DeepSpeed re-arms its post-backward work only in its engine's forward. In the cool-down of 1F1B two backwards
-        # run with no forward between them, and without this what they accumulate is dropped. In this version of
-        # DeepSpeed ZeRO-2 and bf16 then find no gradient at all and raise; fp32 ZeRO-1 reads the parameters' own and
-        # is right.
+        # run with no forward between them, and without this what they accumulate is dropped: ZeRO-2 and bf16 then find
+        # no gradient and raise; fp32 ZeRO-1 reads the parameters' own and is right.
         self.stage.on_backward = self._zero.clear_backward_seen_flag
         if self.partitions_weights and hasattr(self.stage, "head"):
             deepspeed.zero.register_external_parameter(self.stage.head, *self.stage.head.shared)
@@ -154,7 +148,7 @@ class ShardedOptimizer:
 
     @property
     def adamw(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's flat master weights."""
+        """AdamW of this rank's `masters`."""
         return self._zero.optimizer  # type: ignore[no-any-return]
 
     # ---- one update
@@ -234,29 +228,32 @@ class ShardedOptimizer:
         `weights`). Collective when it is first asked for.
         """
         if self.partitions_weights:
-            mine = [_stage3_fragment(key, parameter) for key, parameter in self.parameters.items()]
+            held = [_stage3_fragment(key, parameter) for key, parameter in self.parameters.items()]
         else:
-            mine = [part.fragment for part in self.parts()]
-        return zero_layout(self.whole, dict(enumerate(gather(mine))))
+            held = [part.fragment for part in self.parts()]
+        return zero_layout(self.whole, dict(enumerate(gather(held))))
 
     def weights(self) -> dict[str, Tensor]:
         """Under ZeRO-3 this rank's part of the working weights, as views with the keys of `layout`."""
         out: dict[str, Tensor] = {}
-        for key, parameter in self.parameters.items():
+        for (key, parameter), part in zip(self.parameters.items(), self.local_parts(), strict=True):
             fragment = _stage3_fragment(key, parameter)
-            out.update(fragment.views(_stage3_part(parameter)[: fragment.stop - fragment.start]))
+            out.update(fragment.views(part[: fragment.stop - fragment.start]))
         return out
 
+    def local_parts(self) -> list[Tensor]:
+        """Under ZeRO-3 this rank's part [n] of every working weight, padded, in the order of the model."""
+        return [parameter.ds_tensor.data for parameter in self.parameters.values()]  # type: ignore[attr-defined]
+
     def states(self) -> dict[str, tuple[Layout, dict[str, Tensor]]]:
-        """Master weights and AdamW moments: their common layout over the canonical tensors, and this rank's fp32
-        tensors by its keys.
+        """Master weights and AdamW moments by name: their common layout, and this rank's fp32 tensors by its keys.
 
         ``master`` are the fp32 values that the optimizer updates (fp32 weights included), ``exp_avg`` and
-        ``exp_avg_sq`` AdamW's moments, which are made (zero) if there was no step yet. The tensors are views of the
-        live buffers: writing into them sets the state; call `follow_masters` when all are written. They are valid
-        until states leave the device. Each element is held by one rank of a data-parallel group; slices that
-        tensor-parallel ranks or the two ends of a pipeline (tied embedding) hold alike are in the layout once for
-        each. Vocabulary padding is in no slice, and zero.
+        ``exp_avg_sq`` AdamW's moments, made (zero) if there was no step yet. The tensors are views of the live buffers
+        until states leave the device: writing into them sets the state; call `follow_masters` when all are written.
+        Each element is held by one rank of a data-parallel group; slices that tensor-parallel ranks or the two ends of
+        a pipeline (tied embedding) hold alike are in the layout once for each. Vocabulary padding is in no slice, and
+        zero.
         """
         out: dict[str, tuple[Layout, dict[str, Tensor]]] = {name: (self.layout, {}) for name in STATES}
         for part in self.parts():
@@ -305,11 +302,6 @@ class ShardedOptimizer:
                 return list(getattr(self._zero, name))
         raise TypeError(f"{self.role}: no partitions of {type(self._zero).__name__} are known")
 
-    def working_tensors(self) -> list[Tensor]:
-        """The parameters, and under ZeRO-3 this rank's part of each."""
-        parts = [_stage3_part(p) for p in self.parameters.values()] if self.partitions_weights else []
-        return [*(p.data for p in self.parameters.values()), *parts]
-
     def state_tensors(self) -> list[Tensor]:
         """fp32 masters and AdamW's moments; its count of steps, one number, stays where it can be read."""
         out: list[Tensor] = []
@@ -322,9 +314,8 @@ class ShardedOptimizer:
         """AdamW's state of a flat buffer, made as AdamW itself does in its first step if there is none yet."""
         state = self.adamw.state[flat]
         if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
-            state["exp_avg"] = torch.zeros_like(flat, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(flat, requires_grad=False)
+            moments = {name: torch.zeros_like(flat, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            state.update(step=torch.zeros((), dtype=torch.float32, device=flat.device), **moments)
         return state
 
     def parts(self) -> Iterator[Part]:
@@ -355,8 +346,3 @@ def _stage3_fragment(key: str, parameter: Any) -> Fragment:
     size = parameter.partition_numel()
     start = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
     return Fragment(key, tuple(parameter.ds_shape), start, min(start + size, parameter.ds_numel))
-
-
-def _stage3_part(parameter: Any) -> Tensor:
-    """[n] this rank's part of a working weight, padded."""
-    return parameter.ds_tensor.data  # type: ignore[no-any-return]

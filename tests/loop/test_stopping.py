@@ -77,7 +77,8 @@ def test_a_rank_that_fails_later_knows_who_was_first() -> None:
 
 STUBBORN = """
 import sys, time
-from rlscale.cluster.device import init_distributed
+from rlscale.cluster.device import init_distributed, prepare_process
+prepare_process("cpu")
 init_distributed("cpu")
 from rlscale.loop.stopping import Watch
 watch = Watch(grace_s=float(sys.argv[1]))
@@ -120,21 +121,21 @@ def group_limits() -> list[float]:
     import torch.distributed as dist
 
     from rlscale.cluster import device
-    from rlscale.cluster.mesh import Mesh, ParallelDims
+    from rlscale.cluster.mesh import ParallelDims, mesh_of
     from rlscale.config.schema import ParallelConfig
     from rlscale.loop.stopping import Watch
 
     dims = ParallelDims.of(ParallelConfig(tensor_model_parallel_size=2), dist.get_world_size())
     before, device._timeout = device._timeout, timedelta(seconds=77)
     try:
-        Mesh.forget()
-        mesh = Mesh.get(dims)
+        mesh_of.cache_clear()
+        mesh = mesh_of(dims)
         watch = Watch(grace_s=1)
         groups = [mesh.tp_group, mesh.pp_group, mesh.dp_group, mesh.mp_group, mesh.embd_group, watch.control]
         return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
     finally:
         device._timeout = before
-        Mesh.forget()
+        mesh_of.cache_clear()
 
 
 def test_every_group_has_the_time_limit_of_the_run() -> None:

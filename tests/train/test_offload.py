@@ -21,6 +21,13 @@ def build(zero: int, dtype: str, role: str = "actor", train: bool = True, **para
     return small_engine(dict(zero_stage=zero, **parallel), FLOATS[dtype], role, optim=optim)
 
 
+def device_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the distinct storages of some tensors."""
+    from rlscale.train.offload import storages
+
+    return sum(storage.nbytes() for storage in storages(tensors))
+
+
 def everything(engine: Any) -> list[torch.Tensor]:
     from rlscale.train.engine import KINDS
 
@@ -29,8 +36,6 @@ def everything(engine: Any) -> list[torch.Tensor]:
 
 def with_and_without(zero: int, dtype: str) -> dict[str, Any]:
     """Two updates and a pass, with everything away in between, and without."""
-    from rlscale.train import offload
-
     batch = random_batch()
     stays, moves = build(zero, dtype), build(zero, dtype)
     results: dict[str, list[Any]] = {"stays": [], "moves": []}
@@ -38,14 +43,14 @@ def with_and_without(zero: int, dtype: str) -> dict[str, Any]:
     for _ in range(2):
         for name, engine in (("stays", stays), ("moves", moves)):
             if name == "moves":
-                before = offload.device_bytes(everything(engine))
+                before = device_bytes(everything(engine))
                 engine.offload()
                 engine.offload()  # a second time changes nothing
-                sizes.append((before, offload.device_bytes(everything(engine))))
+                sizes.append((before, device_bytes(everything(engine))))
             results[name].append(engine.logprobs(batch)[0].tolist())
             results[name].append(engine.update(batch, policy_gradient))
     moves.offload("optimizer")
-    partly = offload.device_bytes(moves.tensors_of("parameters"))
+    partly = device_bytes(moves.tensors_of("parameters"))
     for engine in (stays, moves):
         engine.offload()  # ZeRO-3 then holds no gathered parameters, or both would have to hold the same ones
         engine.reload()
@@ -78,22 +83,18 @@ def test_a_parameter_that_is_no_longer_a_view_would_be_seen() -> None:
 
 def live_bytes() -> int:
     """Bytes of all storages that some tensor made since `gc.freeze` keeps alive."""
-    from rlscale.train.offload import device_bytes
-
     gc.collect()
     return device_bytes([t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not t.is_meta])
 
 
 def after_an_update(zero: int, dtype: str) -> dict[str, float]:
     """Bytes beyond weights and optimizer state, as shares of the weights: after updates of actor and critic in turn."""
-    from rlscale.train import offload
-
     gc.collect()
     gc.freeze()  # what is there already is not looked at
     batch = random_batch()
     batch.values = batch.returns = batch.advantages
     engines = [build(zero, dtype), build(zero, dtype, "critic")]
-    out = {"weights": offload.device_bytes(engines[0].tensors_of("parameters"))}
+    out = {"weights": device_bytes(engines[0].tensors_of("parameters"))}
 
     def value_loss(result: Any, micro: Any) -> Any:
         return ((result.values - micro.returns) ** 2 * micro.weights).sum(), {"tokens": micro.mask.sum()}
@@ -101,11 +102,11 @@ def after_an_update(zero: int, dtype: str) -> dict[str, float]:
     for turn in range(2):
         for engine, loss in zip(engines, (policy_gradient, value_loss), strict=True):
             engine.update(batch, loss)
-            state = sum(offload.device_bytes(everything(e)) for e in engines)
+            state = sum(device_bytes(everything(e)) for e in engines)
             out[f"{turn} {engine.role}"] = live_bytes() - state
     for engine in engines:
         engine.offload("optimizer")
-    state = sum(offload.device_bytes(e.tensors_of("parameters")) for e in engines)
+    state = sum(device_bytes(e.tensors_of("parameters")) for e in engines)
     hosts = sum(host.numel() for e in engines for _, host in e.host.away["optimizer"])
     out["optimizer away"] = live_bytes() - state - hosts
     gc.unfreeze()
@@ -135,7 +136,6 @@ def test_gradients_that_stay_would_be_seen() -> None:
 
 def released(**parallel: Any) -> dict[str, tuple[bool, bool]]:
     """Of a trained actor and a frozen reference: are the parameters, is the optimizer on the device afterwards?"""
-    from rlscale.train import offload
     from rlscale.train.engine import KINDS
 
     out = {}
@@ -144,10 +144,10 @@ def released(**parallel: Any) -> dict[str, tuple[bool, bool]]:
         if train:
             engine.update(random_batch(), policy_gradient)
         engine.release_device()
-        on = [offload.device_bytes(engine.tensors_of(kind)) > 0 for kind in KINDS]
+        on = [device_bytes(engine.tensors_of(kind)) > 0 for kind in KINDS]
         engine.reload()
         engine.release_device(parameters=False)
-        on.append(offload.device_bytes(engine.tensors_of("parameters")) > 0)
+        on.append(device_bytes(engine.tensors_of("parameters")) > 0)
         out[role] = tuple(on)
     return out
 

@@ -56,11 +56,13 @@ def report(case: Case, found: list[Difference]) -> bool:
 
 def run_here(cases: list[Case], results: str | None) -> int:
     """Run cases in the world that the launcher has started; their differences go to the screen or a file of lines."""
-    from rlscale.cluster.device import init_distributed
+    from rlscale.cluster.device import detect, init_distributed, prepare_process
     from rlscale.cluster.process import follow_launcher
 
     follow_launcher()
-    device = init_distributed("auto", timeout_s=WITHIN)
+    kind = detect("auto")
+    prepare_process(kind)
+    device = init_distributed(kind, timeout_s=WITHIN)
     from rlscale.testing.parity.comparison import compare  # Megatron, whose warnings the start has silenced
 
     equal = True
