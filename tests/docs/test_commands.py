@@ -54,6 +54,8 @@ RUN_BY = {
     f"{TRAIN} actor.parallel.zero_stage=1 actor.parallel.pipeline_model_parallel_size=2": RUNS
     + "test_layout_changes_nothing",
     f"{TRAIN} 'data.train=[{{files: [my.jsonl]}}]' 'data.val=[]' reward.scorer=my_reward.py:score": NEWCOMER,
+    f"{TRAIN} trainer.resume_mode=auto trainer.total_training_steps=60 actor.parallel.zero_stage=1 "
+    "actor.parallel.pipeline_model_parallel_size=2": NEWCOMER,
     "deepspeed --num_gpus 2 launchers/train.py --yaml yamls/ppo_cpu.yaml": RUNS
     + "test_ppo_with_a_critic_and_a_flawed_scorer",
     "deepspeed launchers/train.py --yaml my_run.yaml trainer.save_freq=20 trainer.resume_mode=auto "
@@ -89,7 +91,7 @@ RUN_BY = {
     "--dtype float32": "tests/tools/test_bench_engine.py::test_ulysses_divides_the_activations",
 }
 #: programs that check the sources themselves: CI runs them beside the tests
-OF_CI = ("bash tools/test.sh", "ruff check", "mypy")
+OF_CI = ("bash tools/test.sh", "ruff ", "mypy")
 #: shapes of the two models that the commands name
 SMOL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
