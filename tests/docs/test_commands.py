@@ -33,7 +33,7 @@ from tests.docs.pages import BLOCKS, PAGES, ROOT, Block, commands
 RUNS, RESUME, EXAMPLES = "tests/e2e/test_runs.py::", "tests/e2e/test_resume.py::", "tests/e2e/test_examples.py::"
 PAGES_PY, PARITY = "tests/docs/test_pages.py::", "tests/tools/test_parity.py::"
 BENCH = "tests/tools/test_benchmarks.py::"
-HERE, SETUP = "tests/docs/test_commands.py::", "tests/config/test_setup_env.py::"
+COMMANDS_PY, SETUP = "tests/docs/test_commands.py::", "tests/config/test_setup_env.py::"
 TRAIN = "deepspeed --num_gpus 2 launchers/train.py --yaml yamls/quickstart_cpu.yaml"
 WHOLE, NEWCOMER = RUNS + "test_run_folder_holds_what_the_readme_says", EXAMPLES + "test_a_newcomer_in_one_sitting"
 FIGURES = "tests/tools/test_bench_engine.py::test_a_run_prints_figures_of_equal_work"
@@ -41,13 +41,13 @@ RESHARD = "deepspeed --num_gpus 4 tools/bench_reshard.py"
 BENCH_ENGINE = "python tools/bench_engine.py"
 #: commands that are not run here as they stand -> the test that runs the same program
 RUN_BY = {
-    "bash tools/quickstart.sh": HERE + "test_the_quickstart_is_its_documented_parts",
+    "bash tools/quickstart.sh": COMMANDS_PY + "test_the_quickstart_is_its_documented_parts",
     TRAIN: WHOLE,
     f"{TRAIN} rollout.n=16 actor.optim.lr=1e-5": WHOLE,
     f"{TRAIN} actor.optim.lr=1e-5 rollout.n=16": WHOLE,
     f"{TRAIN} trainer.save_freq=20 trainer.resume_mode=auto": RESUME
     + "test_interrupted_runs_end_as_if_they_had_not_been",
-    "rlscale plan --model CONFIG --source tp=8,pp=4,dp=8 --destination tp=4": HERE
+    "rlscale plan --model CONFIG --source tp=8,pp=4,dp=8 --destination tp=4": COMMANDS_PY
     + "test_the_figures_of_a_plan_are_those_of_the_pages",
     f"{TRAIN} trainer.deterministic=true trainer.total_training_steps=3": RESUME
     + "test_interrupted_runs_end_as_if_they_had_not_been",
@@ -59,7 +59,7 @@ RUN_BY = {
     "deepspeed --num_gpus 2 launchers/train.py --yaml yamls/ppo_cpu.yaml": RUNS
     + "test_ppo_with_a_critic_and_a_flawed_scorer",
     "deepspeed launchers/train.py --yaml my_run.yaml trainer.save_freq=20 trainer.resume_mode=auto "
-    "trainer.stop_grace_s=100": HERE + "test_the_job_script_passes_the_signal_on_and_waits",
+    "trainer.stop_grace_s=100": COMMANDS_PY + "test_the_job_script_passes_the_signal_on_and_waits",
     "deepspeed --num_gpus 2 examples/minimal_grpo.py --yaml yamls/quickstart_cpu.yaml "
     "trainer.total_training_steps=10": EXAMPLES + "test_grpo_in_one_file",
     "rlscale export runs/quickstart/checkpoints/step_000040 exported": NEWCOMER,
@@ -135,8 +135,8 @@ def dry_run(words: tuple[str, ...], model: str, folder: Path, monkeypatch: pytes
     script = next(i for i, w in enumerate(words) if w.endswith(".py"))
     args = launch.parse(list(words[script + 1 :]))
     ranks = args.world_size or (int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else 2)
-    own = args.yaml in ("FILE", "my_run.yaml")  # a file of the reader's
-    argv = ["--yaml", "yamls/quickstart_cpu.yaml" if own else args.yaml, *args.overrides, f"model.path={model}"]
+    of_reader = args.yaml in ("FILE", "my_run.yaml")  # a file of the reader's
+    argv = ["--yaml", "yamls/quickstart_cpu.yaml" if of_reader else args.yaml, *args.overrides, f"model.path={model}"]
     assert launch.main([*argv, "--dry-run", "--world-size", str(ranks)]) == 0
 
 
