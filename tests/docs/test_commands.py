@@ -63,8 +63,8 @@ RUN_BY = {
     "deepspeed --num_gpus 2 examples/minimal_grpo.py --yaml yamls/quickstart_cpu.yaml "
     "trainer.total_training_steps=10": EXAMPLES + "test_grpo_in_one_file",
     "rlscale export runs/quickstart/checkpoints/step_000040 exported": NEWCOMER,
-    "source .venv/bin/activate": SETUP + "test_a_ready_venv_is_left_alone",
-    "pip install -e .": SETUP + "test_a_ready_venv_is_left_alone",
+    "source .venv/bin/activate": SETUP + "test_a_ready_environment_is_used_and_a_changed_lock_is_noticed",
+    "pip install -e .": SETUP + "test_a_ready_environment_is_used_and_a_changed_lock_is_noticed",
     "bash tools/setup_env.sh": SETUP + "test_no_python",
     "python -m rlscale.config.reference --page docs/configuration.md README.md": PAGES_PY
     + "test_tables_of_keys_are_current",
