@@ -228,9 +228,9 @@ def resharding() -> None:
         for receiver in range(4):
             amount = sent[rank, receiver]
             if amount > 0.001:
-                far, own = 80 + 90 * receiver + 36, receiver == rank
-                d = f"M 220 {y + 36} C 420 {y + 36} 540 {far} 740 {far}"
-                p.path(d, LINE if own else STRONG_BLUE, 4 * amount, 0.6 if own else 0.45)
+                target, stays = 80 + 90 * receiver + 36, receiver == rank
+                d = f"M 220 {y + 36} C 420 {y + 36} 540 {target} 740 {target}"
+                p.path(d, LINE if stays else STRONG_BLUE, 4 * amount, 0.6 if stays else 0.45)
     received = sum(traffic.received.values()) / 1e9
     gathered = sum(model - sum(volume(piece.index) for piece in source.of_rank(r)) * 2 / 1e9 for r in range(4))
     legend = "Blue: moved between ranks. Grey: already on the device. A line is as wide as its bytes."
