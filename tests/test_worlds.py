@@ -14,6 +14,8 @@ import torch
 
 from tests import leftovers, worlds
 
+pytestmark = pytest.mark.ends_worlds
+
 
 @dataclasses.dataclass
 class Sent:

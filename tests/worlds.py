@@ -80,6 +80,11 @@ def run(
             del _worlds[world_size]
 
 
+def started(world_size: int) -> bool:
+    """Whether there is a world of this size."""
+    return world_size in _worlds
+
+
 def close() -> None:
     """End every world; the next `run` starts anew."""
     while _worlds:

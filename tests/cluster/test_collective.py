@@ -28,7 +28,7 @@ def _everything():
     return {
         "gather": gather(rank * 10),
         "none": _message(lambda: raise_on_all([])),
-        "own": _message(lambda: raise_on_all([KeyError("k")][: rank], raised=lambda text: ValueError(f"w {text}"))),
+        "own": _message(lambda: raise_on_all([KeyError("k")][:rank], raised=lambda text: ValueError(f"w {text}"))),
         "both": _message(lambda: raise_on_all([ValueError(f"rank {rank}")])),
         "each": _message(lambda: on_each(lambda: rank + 1)),
         "each fails": _message(lambda: on_each(lambda: _fail_on(1), raised=ValueError, describe=lambda e: f"<{e}>")),
