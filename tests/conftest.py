@@ -109,7 +109,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     worlds.close()
     config = session.config
     left = leftovers.still_left(
-        lambda: leftovers.left(leftovers.session_mark(), config.stash[_shm_before]), LEFTOVERS_WITHIN
+        lambda: leftovers.left(leftovers.session_mark(), config.stash[_shm_before]), LEFTOVERS_WITHIN * worlds.busy()
     )
     config.stash[_leftovers] = left
     if left and session.exitstatus == pytest.ExitCode.OK:

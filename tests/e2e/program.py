@@ -16,6 +16,7 @@ from typing import Any
 
 from rlscale.cluster.process import free_port
 from tests import leftovers
+from tests.worlds import busy
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLSCALE_TEST_PROGRAM"
@@ -175,8 +176,3 @@ def small(model: str, **overrides: Any) -> dict[str, Any]:
         "rollout.kv_cache_memory_gb": 0.1,
         "reward.scorer": f"{SCORERS}:spread",
     } | {key.replace("__", "."): value for key, value in overrides.items()}
-
-
-def busy() -> float:
-    """Factor of all time limits: 1, and more on a machine with more runnable processes than cores."""
-    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlscale.testing.models import tiny_model
-from tests.e2e.program import Program, busy, launch, small, striking
+from tests.e2e.program import Program, launch, small, striking
+from tests.worlds import busy
 
 
 @pytest.mark.exhaustive

@@ -27,7 +27,8 @@ from rlscale.checkpoint import Store
 from rlscale.testing.models import tiny_model
 from tests import leftovers
 from tests.disk import small_file_system
-from tests.e2e.program import GONE_WITHIN, MARK, ROOT, Ended, Program, busy, launch, small, striking
+from tests.e2e.program import GONE_WITHIN, MARK, ROOT, Ended, Program, launch, small, striking
+from tests.worlds import busy
 
 STEPS, MANY_STEPS = 6, 12  # of a run that is interrupted a few times, and in every phase
 MOMENTS = ("rollout", "scoring", "update", "sync", "save", "publish")
@@ -73,7 +74,7 @@ def killed(folder: Path, steps: int, moment: str, count: int, seconds: float) ->
         status = program.process.wait(180 * busy())
         assert status in (0, -signal.SIGKILL), program.output[-3000:]
         mark = f"{MARK}={program.mark}"
-        for line in leftovers.still_left(lambda: leftovers.left(mark, program.shm), GONE_WITHIN):
+        for line in leftovers.still_left(lambda: leftovers.left(mark, program.shm), GONE_WITHIN * busy()):
             assert line.startswith("file /dev/shm/"), line
             Path(line.removeprefix("file ")).unlink(missing_ok=True)  # nobody was left to do it
     return note.exists()
