@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import random
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ import pytest
 from rlscale.testing import models
 from tests import leftovers, worlds
 
+TIERS = ("unit", "world", "program")
 PROGRAMS = ("e2e", "rollout", "tools")  # folders whose tests start programs or engines
 STACKS_AFTER = 240.0  # seconds after which a test's stacks are printed (it goes on; pytest-timeout ends it)
 LEFTOVERS_WITHIN = 5.0  # seconds that processes and shared memory have to go away at the end
@@ -43,22 +45,53 @@ def world() -> Callable[..., list[object]]:
     return worlds.run
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("rlscale")
+    group.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive")
+    group.addoption("--kills", type=int, default=20, metavar="N", help="times that the run of -k killed is killed")
+    group.addoption("--kill-seed", type=int, default=20, metavar="SEED", help="seed that draws the moments of kills")
+    group.addoption("--random-order", metavar="SEED", help="shuffle the folders, their modules and the tests in them")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[leftovers.SESSION_MARK] = uuid.uuid4().hex
     config.stash[_shm_before] = leftovers.shm_files()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test has one tier: ``program`` by its folder, ``world`` where its module starts worlds, else ``unit``."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark every test with its tier, leave the exhaustive ones out unless they are asked for, and set the order."""
     for item in items:
-        module = getattr(item, "module", None)
-        if item.path.parent.name in PROGRAMS:
-            tier = "program"
-        elif "world" in getattr(item, "fixturenames", ()) or worlds in vars(module or object()).values():
-            tier = "world"
-        else:
-            tier = "unit"
-        item.add_marker(tier)
+        if not any(item.get_closest_marker(name) for name in TIERS):
+            item.add_marker(tier(item))
+    if not config.getoption("--exhaustive") and "exhaustive" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+    seed = config.getoption("--random-order")
+    if seed is None:  # a test that ends worlds makes every test after it start its own again
+        items.sort(key=lambda item: item.get_closest_marker("ends_worlds") is not None)
+    else:
+        shuffle(items, seed)
+
+
+def tier(item: pytest.Item) -> str:
+    """``program`` by the test's folder, ``world`` where its module starts worlds, else ``unit``."""
+    if item.path.parent.name in PROGRAMS:
+        return "program"
+    starts_worlds = worlds in vars(getattr(item, "module", None) or object()).values()
+    return "world" if starts_worlds or "world" in getattr(item, "fixturenames", ()) else "unit"
+
+
+def shuffle(items: list[pytest.Item], seed: str) -> None:
+    """Sort into an order drawn from the seed; a folder's tests, and a module's, stay together with their fixtures."""
+
+    def place(*names: object) -> float:
+        return random.Random("/".join(map(str, (seed, *names)))).random()
+
+    def order(item: pytest.Item) -> tuple[float, ...]:
+        return place(item.path.parent), place(item.path), place(item.nodeid)
+
+    items.sort(key=order)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -76,7 +109,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     worlds.close()
     config = session.config
     left = leftovers.still_left(
-        lambda: leftovers.left(leftovers.session_mark(), config.stash[_shm_before]), LEFTOVERS_WITHIN
+        lambda: leftovers.left(leftovers.session_mark(), config.stash[_shm_before]), LEFTOVERS_WITHIN * worlds.busy()
     )
     config.stash[_leftovers] = left
     if left and session.exitstatus == pytest.ExitCode.OK:

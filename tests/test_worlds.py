@@ -14,6 +14,8 @@ import torch
 
 from tests import leftovers, worlds
 
+pytestmark = pytest.mark.ends_worlds
+
 
 @dataclasses.dataclass
 class Sent:
@@ -111,7 +113,7 @@ def test_stalled_world_is_ended_with_stacks() -> None:
     started = time.monotonic()
     with pytest.raises(worlds.WorldError, match=r"no answer from ranks \[1\] in 1 s(.|\n)*stall_on"):
         worlds.run(2, stall_on, 1, timeout=1.0)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 10 * worlds.busy()  # and not the ten minutes that the rank stalls
     assert not any(alive(pid) for pid in before)
 
 

@@ -62,7 +62,8 @@ def run(
 
     Args:
         function: a function of the top level of a module, or its name as ``module:function``.
-        timeout: seconds for the call (not for starting the world); then every rank's stack is in the error.
+        timeout: seconds for the call (not for starting the world), more on a busy machine; then every rank's stack is
+            in the error.
 
     Raises:
         WorldError: time-out, a process that died, or a world that did not start.
@@ -78,6 +79,16 @@ def run(
     finally:
         if not world.alive:
             del _worlds[world_size]
+
+
+def busy() -> float:
+    """Factor of time limits: 1, and more on a machine with more runnable processes than cores."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def started(world_size: int) -> bool:
+    """Whether there is a world of this size."""
+    return world_size in _worlds
 
 
 def close() -> None:
@@ -183,7 +194,7 @@ class _World:
     def _collect(self, timeout: float) -> list[Any]:
         """One answer of every rank, or the exception of the lowest failed one."""
         answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * busy()
         while len(answers) < self.size:
             pending = [p for rank, p in enumerate(self.pipes) if rank not in answers]
             ready = wait(pending, max(0.0, deadline - time.monotonic()))

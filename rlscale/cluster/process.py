@@ -97,7 +97,7 @@ def follow(*pids: int, ended: Callable[[], None] = die) -> None:
         threading.Thread(target=wait, name="follow", daemon=True).start()
 
 
-def end_after_signal(message: str, within_s: float = 10.0) -> None:
+def end_after_signal(message: str, within_s: float = 5.0) -> None:
     """Let no signal of this process wait for long: ``within_s`` seconds after one, the process ends with a message.
 
     Python's own handlers run on the main thread, which may be waiting in C, for ranks that will never come. Whatever

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlscale.cluster.process import free_port
 from tests import leftovers
+from tests.worlds import busy
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLSCALE_TEST_PROGRAM"
@@ -56,7 +57,6 @@ class Program:
     overrides: dict[str, Any]
     yaml: str = "yamls/quickstart_cpu.yaml"
     ranks: int = 2
-    script: str = "launchers/train.py"
     environment: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -75,7 +75,7 @@ class Program:
             str(self.ranks),
             "--master_port",
             str(free_port()),
-            self.script,
+            "launchers/train.py",
             "--yaml",
             self.yaml,
             *values,
@@ -147,6 +147,15 @@ def launch(folder: Path, overrides: dict[str, Any], *, limit: float = 180.0, **h
         return program.wait(limit)
 
 
+def striking(note: Path, what: str, rank: int = 0, **when: Any) -> dict[str, str]:
+    """Environment of a program to which something happens; the arguments are those of `strike.sitecustomize.arm`."""
+    note.unlink(missing_ok=True)
+    return {
+        "RLSCALE_TEST_STRIKE": json.dumps({"what": what, "rank": rank, "note": str(note), **when}),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/e2e/strike"), os.environ.get("PYTHONPATH", str(ROOT))]),
+    }
+
+
 def small(model: str, **overrides: Any) -> dict[str, Any]:
     """Settings of a run of 2 steps of 4 prompts x 4 responses of a tiny model in fp32. ``__`` in a key is a dot."""
     return {
@@ -167,14 +176,3 @@ def small(model: str, **overrides: Any) -> dict[str, Any]:
         "rollout.kv_cache_memory_gb": 0.1,
         "reward.scorer": f"{SCORERS}:spread",
     } | {key.replace("__", "."): value for key, value in overrides.items()}
-
-
-def busy() -> float:
-    """Factor of all time limits: 1, and more on a machine with more runnable processes than cores."""
-    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
+from launchers.train import main
+from rlscale.data.tokenizers import load_tokenizer
+from rlscale.loop.configure import configure
+from rlscale.loop.tasks import load
 from rlscale.testing.models import tiny_model
 from tests.e2e.program import SCORERS, Ended, launch, small
 
+YAML = "yamls/quickstart_cpu.yaml"
 WITHIN = 30.0
 
 
@@ -31,40 +36,56 @@ def test_several_violations_are_reported_together(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_contradictions_name_the_numbers_that_would_do(tmp_path: Path) -> None:
+def message(overrides: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+    """What two ranks would be told before anything is started, as a dry run tells it."""
+    values = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    assert main(["--yaml", YAML, "--dry-run", "--world-size", "2", *values]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith("error: ") and "Traceback" not in said.err
+    return said.err
+
+
+@pytest.mark.unit
+def test_contradictions_name_the_numbers_that_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = small(
         str(tmp_path / "no-model"), actor__ppo_mini_batch_size=3, actor__parallel__tensor_model_parallel_size=3
     )
-    output = refused(tmp_path / "run", wrong).output
+    output = message(wrong, capsys)
     assert "no such folder" in output and "no-model" in output
     assert "ppo_mini_batch_size 3 does not divide" in output and "1, 2, 4" in output
     assert "does not divide the 2 processes" in output
 
 
-def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
+@pytest.mark.unit
+def test_unsupported_architecture_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = shutil.copytree(tiny_model("qwen2"), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(
         json.dumps(config | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"})
     )
-    output = refused(tmp_path / "run", small(str(model))).output
+    output = message(small(str(model)), capsys)
     assert "GemmaForCausalLM" in output and "LlamaForCausalLM" in output and "Qwen3ForCausalLM" in output
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (['{"prompt": "fine", "data_source": "s", "reward_model": {"ground_truth": "1"}}', '{"prompt": '], "{file}:2"),
-        ([], "data.train is empty"),
-    ],
-    ids=["malformed", "empty"],
-)
-def test_bad_data_names_file_and_line(tmp_path: Path, rows: list[str], message: str) -> None:
+def with_data(file: Path, *lines: str) -> dict[str, Any]:
+    file.write_text("".join(line + "\n" for line in lines))
+    return small(tiny_model("qwen2"), data__train=[{"files": [str(file)]}], data__val=[])
+
+
+def test_bad_data_names_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
-    file.write_text("".join(row + "\n" for row in rows))
-    sources = [{"files": [str(file)]}]
-    ended = refused(tmp_path / "run", small(tiny_model("qwen2"), data__train=sources, data__val=[]))
-    assert message.format(file=file) in ended.output.split("error:", 1)[1]
+    fine = '{"prompt": "fine", "data_source": "s", "reward_model": {"ground_truth": "1"}}'
+    ended = refused(tmp_path / "run", with_data(file, fine, '{"prompt": '))
+    assert f"{file}:2" in ended.output.split("error:", 1)[1]
+
+
+@pytest.mark.unit
+def test_no_data_is_an_error(tmp_path: Path) -> None:
+    """Of the same kind as that of malformed data, with which a run ends as the test above says."""
+    values = [f"{key}={json.dumps(value)}" for key, value in with_data(tmp_path / "data.jsonl").items()]
+    cfg = configure(YAML, values, 2).cfg
+    with pytest.raises(ValueError, match="data.train is empty"):
+        load(cfg.task).data(cfg, load_tokenizer(cfg.model))
 
 
 def test_scorer_that_always_raises_ends_the_run(tmp_path: Path) -> None:

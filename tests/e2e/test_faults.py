@@ -1,4 +1,4 @@
-"""Runs that lose an engine or a rank that hangs."""
+"""Runs in which a rank hangs, or that are stopped before they have begun."""
 
 from __future__ import annotations
 
@@ -10,27 +10,15 @@ from pathlib import Path
 import pytest
 
 from rlscale.testing.models import tiny_model
-from tests.e2e.program import Program, busy, launch, small
+from tests.e2e.program import Program, launch, small, striking
+from tests.worlds import busy
 
 
-def test_a_run_outlives_an_engine(tmp_path: Path) -> None:
-    arranged = small(
-        tiny_model("qwen2", tied=False, layers=2), trainer__total_training_steps=3, data__max_response_length=256
-    )
-    fault = {"FAULT": "kill-engine gen 2 1", "FAULT_NOTE": str(tmp_path / "note")}
-    ended = launch(tmp_path / "run", arranged, script="tests/e2e/faulty_train.py", environment=fault)
-    assert ended.status == 0 and not ended.left, ended.output
-    assert [m["batch/num_samples"] for m in ended.metrics] == [16, 16, 16]
-    assert ended.metrics[1]["rollout/engine_restarts"] == 1
-    assert 0 < ended.metrics[1]["rollout/resampled"] <= 16
-    assert "warning: rank 1: the vLLM engine died during" in ended.output
-
-
-@pytest.mark.skipif(not os.environ.get("RLSCALE_ALL_CASES"), reason="RLSCALE_ALL_CASES=1 runs all")
+@pytest.mark.exhaustive
 def test_a_stalled_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     arranged = small(tiny_model("qwen2", tied=False, layers=2), trainer__collective_timeout_s=15)
-    fault = {"FAULT": "hang update_actor 2 1", "FAULT_NOTE": str(tmp_path / "note")}
-    ended = launch(tmp_path / "run", arranged, script="tests/e2e/faulty_train.py", environment=fault, limit=120)
+    fault = striking(tmp_path / "note", "hang", 1, phase="update_actor", step=2)
+    ended = launch(tmp_path / "run", arranged, environment=fault, limit=120)
     assert ended.status not in (0, 75) and not ended.left, ended.output
     assert "what the ranks are doing" in ended.output
     assert "rank 1: in update_actor of step 2 since" in ended.output

@@ -2,12 +2,13 @@
 
 A few interruptions are part of the suite. All of them:
 
-    RLSCALE_ALL_CASES=1 python -m pytest tests/e2e/test_resume.py      # signals and failures in every phase
-    RLSCALE_KILLS=20 python -m pytest tests/e2e/test_resume.py -k killed   # at moments drawn from RLSCALE_KILL_SEED
+    python -m pytest tests/e2e/test_resume.py -m exhaustive              # signals and failures in every phase
+    python -m pytest tests/e2e/test_resume.py -m exhaustive -k killed --kills 20 --kill-seed 20  # at drawn moments
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -26,12 +27,10 @@ from rlscale.checkpoint.store import Store, read_manifest
 from rlscale.testing.models import tiny_model
 from tests import leftovers
 from tests.disk import small_file_system
-from tests.e2e.program import GONE_WITHIN, MARK, ROOT, Ended, Program, busy, launch, small
+from tests.e2e.program import GONE_WITHIN, MARK, ROOT, Ended, Program, launch, small, striking
+from tests.worlds import busy
 
-KILLS = int(os.environ.get("RLSCALE_KILLS", "1"))
-SEED = int(os.environ.get("RLSCALE_KILL_SEED", "20"))
-ALL = bool(os.environ.get("RLSCALE_ALL_CASES"))
-STEPS = max(12 if ALL else 6, KILLS)
+STEPS, MANY_STEPS = 6, 12  # of a run that is interrupted a few times, and in every phase
 MOMENTS = ("rollout", "scoring", "update", "sync", "save", "publish")
 # until the advantages nothing of a step has changed anything, and it is given up
 GIVEN_UP = ("gen", "score", "old_log_prob", "ref", "values")
@@ -39,13 +38,13 @@ PHASES = (*GIVEN_UP, "adv", "update_critic", "update_actor", "sync", "validate",
 GRACE, WITHIN = 25.0, 30.0  # seconds: trainer.stop_grace_s; for all processes to be gone after a failure
 
 
-def settings(**overrides: Any) -> dict[str, Any]:
+def settings(steps: int = STEPS, **overrides: Any) -> dict[str, Any]:
     """PPO with a critic and everything that has a state: adaptive KL, schedules, epochs, validation."""
     model = tiny_model("qwen2", tied=False, layers=2)
     return small(
         model,
         **{
-            "trainer__total_training_steps": STEPS,
+            "trainer__total_training_steps": steps,
             "trainer__deterministic": True,
             "trainer__save_freq": 1,
             "trainer__async_save": True,
@@ -67,20 +66,15 @@ def settings(**overrides: Any) -> dict[str, Any]:
     )
 
 
-def killed(folder: Path, moment: str, count: int, seconds: float) -> bool:
+def killed(folder: Path, steps: int, moment: str, count: int, seconds: float) -> bool:
     """Start the run and kill it; False where it ended before the moment came. Nothing of it is left."""
     note = folder.parent / "killed"
-    note.unlink(missing_ok=True)
-    environment = {
-        "RLSCALE_TEST_KILL": f"{moment}:{count}:{seconds}",
-        "RLSCALE_TEST_KILLED": str(note),
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/e2e/killer"), os.environ.get("PYTHONPATH", str(ROOT))]),
-    }
-    with Program(folder, settings(), environment=environment) as program:
+    environment = striking(note, "die-all", call=moment, count=count, after_s=seconds)
+    with Program(folder, settings(steps), environment=environment) as program:
         status = program.process.wait(180 * busy())
         assert status in (0, -signal.SIGKILL), program.output[-3000:]
         mark = f"{MARK}={program.mark}"
-        for line in leftovers.still_left(lambda: leftovers.left(mark, program.shm), GONE_WITHIN):
+        for line in leftovers.still_left(lambda: leftovers.left(mark, program.shm), GONE_WITHIN * busy()):
             assert line.startswith("file /dev/shm/"), line
             Path(line.removeprefix("file ")).unlink(missing_ok=True)  # nobody was left to do it
     return note.exists()
@@ -97,14 +91,19 @@ def moments(number: int, seed: int) -> Iterator[tuple[str, int, float]]:
 
 
 def struck(
-    folder: Path, what: str, phase: str, rank: int, limit: float, then: Callable[[Program], None] = lambda _: None
+    folder: Path,
+    what: str,
+    phase: str,
+    rank: int,
+    limit: float,
+    steps: int,
+    then: Callable[[Program], None] = lambda _: None,
 ) -> Ended:
     """Start the run, let something happen in a phase of the next step, the second at least, and wait for its end."""
     note = folder.parent / "struck"
-    note.unlink(missing_ok=True)
     step = max(Store(folder / "checkpoints").steps(), default=1) + 1
-    environment = {"FAULT": f"{what} {phase} {step} {rank}", "FAULT_NOTE": str(note)}
-    with Program(folder, settings(), script="tests/e2e/faulty_train.py", environment=environment) as program:
+    environment = striking(note, what, rank, phase=phase, step=step)
+    with Program(folder, settings(steps), environment=environment) as program:
         deadline = time.monotonic() + 120 * busy()
         while not note.exists() and program.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -115,11 +114,17 @@ def struck(
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("unbroken") / "run"
-    run = launch(folder, settings())
-    assert run.status == 0 and not run.left, run.output
-    return folder
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The folder of the unbroken run of so many steps."""
+
+    @functools.cache
+    def run(steps: int) -> Path:
+        folder = tmp_path_factory.mktemp("unbroken") / "run"
+        ended = launch(folder, settings(steps), limit=180.0 + 10 * steps)
+        assert ended.status == 0 and not ended.left, ended.output
+        return folder
+
+    return run
 
 
 def same(a: Path, b: Path) -> None:
@@ -129,9 +134,9 @@ def same(a: Path, b: Path) -> None:
     assert compared.returncode == 0, compared.stdout + compared.stderr
 
 
-def continued(unbroken: Path, folder: Path) -> None:
+def continued(unbroken: Path, folder: Path, steps: int) -> Ended:
     """Let an interrupted run come to its end, and compare."""
-    ended = launch(folder, settings())
+    ended = launch(folder, settings(steps), limit=180.0 + 10 * steps)
     assert ended.status == 0 and not ended.left, ended.output
     same(unbroken, folder)
     times = [json.loads((run / "summary.json").read_text())["seconds"] for run in (unbroken, folder)]
@@ -139,18 +144,19 @@ def continued(unbroken: Path, folder: Path) -> None:
     for kind in ("step", "val"):
         names = [sorted(p.name for p in run.glob(f"rollouts/{kind}_*.jsonl")) for run in (unbroken, folder)]
         assert names[0] == names[1]
+    return ended
 
 
-def stop(folder: Path, name: str, phase: str, rank: int) -> None:
+def stop(folder: Path, name: str, phase: str, rank: int, steps: int = STEPS) -> None:
     """A signal: within the grace period the state is saved, and the status says so."""
     before = max(Store(folder / "checkpoints").steps(), default=1)
-    ended = struck(folder, name, phase, rank, GRACE)
+    ended = struck(folder, name, phase, rank, GRACE, steps)
     assert ended.status == 75, ended.output
     assert f"stopped: {name} on rank {rank}" in ended.output
     assert Store(folder / "checkpoints").steps()[-1] == before + (phase not in GIVEN_UP)
 
 
-def interrupt(folder: Path, how: str, phase: str) -> None:
+def interrupt(folder: Path, how: str, phase: str, steps: int = STEPS) -> None:
     """Ctrl-C in a terminal reaches every process of the group, a scheduler's SIGTERM only the outermost one."""
 
     def act(program: Program) -> None:
@@ -160,14 +166,14 @@ def interrupt(folder: Path, how: str, phase: str) -> None:
             program.process.terminate()
 
     before = max(Store(folder / "checkpoints").steps(), default=1)
-    ended = struck(folder, "wait", phase, 1, GRACE, act)
+    ended = struck(folder, "wait", phase, 1, GRACE, steps, act)
     assert ended.status != 0, ended.output
     assert Store(folder / "checkpoints").steps()[-1] == before + (phase not in GIVEN_UP)
 
 
-def fail(folder: Path, what: str, phase: str, rank: int) -> None:
+def fail(folder: Path, what: str, phase: str, rank: int, steps: int = STEPS) -> None:
     """An exception on one rank, or its death: all are gone soon, and the cause is on the last screen."""
-    ended = struck(folder, what, phase, rank, WITHIN)
+    ended = struck(folder, what, phase, rank, WITHIN, steps)
     assert ended.status not in (0, 75), ended.output
     if what == "raise":
         last_screen = ended.output.splitlines()[-40:]
@@ -175,61 +181,86 @@ def fail(folder: Path, what: str, phase: str, rank: int) -> None:
         assert any(cause.match(line) for line in last_screen), ended.output
 
 
-def test_interrupted_runs_end_as_if_they_had_not_been(unbroken: Path, tmp_path: Path) -> None:
+def damage(folder: Path) -> tuple[Path, int]:
+    """Flip a bit of the last checkpoint; the file, and the step of the checkpoint before."""
+    store = Store(folder / "checkpoints")
+    before, last = store.steps()
+    file = store.path(last) / "rank_00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return file, before
+
+
+@pytest.mark.timeout(1200)
+def test_interrupted_and_damaged_runs_end_as_if_they_had_not_been(
+    unbroken: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """One run, stopped in every way; at last its newest checkpoint loses a bit, and it resumes from the one before."""
     folder = tmp_path / "run"
     stop(folder, "SIGTERM", "gen", 1)
     interrupt(folder, "sigterm", "update_actor")
     stop(folder, "SIGUSR1", "validate", 0)
     fail(folder, "raise", "update_critic", 1)
-    for moment, count, seconds in moments(1, SEED):
-        assert killed(folder, moment, count, seconds)
+    for moment in moments(1, seed=20):
+        assert killed(folder, STEPS, *moment)
     interrupt(folder, "ctrl-c", "update_actor")
-    continued(unbroken, folder)
+    file, before = damage(folder)
+    ended = continued(unbroken(STEPS), folder, STEPS)
+    assert f"{file}: its content has changed" in ended.output
+    assert f"resuming after step {before}" in ended.output
+    assert Store(folder / "checkpoints").steps() == [STEPS - 1, STEPS]
+    exported(folder / "checkpoints" / f"step_{STEPS:06d}", folder / "export" / f"step_{STEPS:06d}", tmp_path)
 
 
-@pytest.mark.timeout(600 + 120 * KILLS)
-@pytest.mark.skipif(KILLS < 2, reason="RLSCALE_KILLS says how many")
-def test_killed_runs_end_as_if_they_had_not_been(unbroken: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    for moment, count, seconds in moments(KILLS, SEED):
-        assert killed(folder, moment, count, seconds)
-        print(
-            f"{moment} call {count} + {seconds:.3f} s: checkpoints {Store(folder / 'checkpoints').steps()}", flush=True
-        )
-    continued(unbroken, folder)
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+def test_killed_runs_end_as_if_they_had_not_been(
+    unbroken: Callable[[int], Path], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    folder, kills = tmp_path / "run", pytestconfig.getoption("--kills")
+    steps = max(STEPS, kills)
+    for moment in moments(kills, pytestconfig.getoption("--kill-seed")):
+        assert killed(folder, steps, *moment)
+        kind, count, seconds = moment
+        print(f"{kind} call {count} + {seconds:.3f} s: checkpoints {Store(folder / 'checkpoints').steps()}", flush=True)
+    continued(unbroken(steps), folder, steps)
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(not ALL, reason="RLSCALE_ALL_CASES=1 runs all")
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_run_that_was_stopped_in_every_phase(name: str, unbroken: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_in_every_phase(name: str, unbroken: Callable[[int], Path], tmp_path: Path) -> None:
     for number, phase in enumerate(PHASES):
-        stop(tmp_path / "run", name, phase, number % 2)
-    continued(unbroken, tmp_path / "run")
+        stop(tmp_path / "run", name, phase, number % 2, MANY_STEPS)
+    continued(unbroken(MANY_STEPS), tmp_path / "run", MANY_STEPS)
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(not ALL, reason="RLSCALE_ALL_CASES=1 runs all")
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("how", ["sigterm", "ctrl-c"])
-def test_a_run_that_was_interrupted_from_outside_in_every_phase(how: str, unbroken: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_interrupted_from_outside_in_every_phase(
+    how: str, unbroken: Callable[[int], Path], tmp_path: Path
+) -> None:
     for phase in PHASES:
-        interrupt(tmp_path / "run", how, phase)
-    continued(unbroken, tmp_path / "run")
+        interrupt(tmp_path / "run", how, phase, MANY_STEPS)
+    continued(unbroken(MANY_STEPS), tmp_path / "run", MANY_STEPS)
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(not ALL, reason="RLSCALE_ALL_CASES=1 runs all")
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("what", ["raise", "die"])
-def test_a_run_that_has_failed_in_every_phase(what: str, unbroken: Path, tmp_path: Path) -> None:
+def test_a_run_that_has_failed_in_every_phase(what: str, unbroken: Callable[[int], Path], tmp_path: Path) -> None:
     for number, phase in enumerate(PHASES):
-        fail(tmp_path / "run", what, phase, number % 2)
-    continued(unbroken, tmp_path / "run")
+        fail(tmp_path / "run", what, phase, number % 2, MANY_STEPS)
+    continued(unbroken(MANY_STEPS), tmp_path / "run", MANY_STEPS)
 
 
-@pytest.mark.skipif(not ALL, reason="RLSCALE_ALL_CASES=1 runs all")
-def test_a_run_whose_disk_is_full(unbroken: Path, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_a_run_whose_disk_is_full(unbroken: Callable[[int], Path], tmp_path: Path) -> None:
     """It ends with a message, or goes on where it is told to; the checkpoint before stands, and continues the run."""
-    size = sum(file.stat().st_size for file in (unbroken / "checkpoints" / f"step_{STEPS:06d}").iterdir())
+    checkpoint = unbroken(STEPS) / "checkpoints" / f"step_{STEPS:06d}"
+    size = sum(file.stat().st_size for file in checkpoint.iterdir())
     with small_file_system(tmp_path / "disk", size + size // 2 + 2 * 2**20) as disk:
         folder = disk / "run"
         full = settings(trainer__keep_last=1, trainer__export="never", trainer__async_save=False)
@@ -243,28 +274,9 @@ def test_a_run_whose_disk_is_full(unbroken: Path, tmp_path: Path) -> None:
         assert ended.status == 0 and not ended.left, ended.output
         assert "resuming after step 1" in ended.output
         assert f"WARNING: checkpoint {store.path(STEPS)} could not be written" in ended.output
-        same(unbroken, folder)
+        same(unbroken(STEPS), folder)
         assert [p.name for p in store.root.iterdir()] == ["step_000001"]
         read_manifest(store.path(1)).verify()
-
-
-def test_damaged_checkpoint_is_named_and_the_one_before_it_used(unbroken: Path, tmp_path: Path) -> None:
-    """On a copy of the finished run: its last checkpoint loses a bit, the run goes on from the one before."""
-    folder = tmp_path / "run"
-    subprocess.run(["cp", "-r", str(unbroken), str(folder)], check=True)
-    store = Store(folder / "checkpoints")
-    assert store.steps() == [STEPS - 1, STEPS]
-    file = store.path(STEPS) / "rank_00001.safetensors"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    again = launch(folder, settings())
-    assert again.status == 0 and not again.left, again.output
-    assert f"{file}: its content has changed" in again.output
-    assert f"resuming after step {STEPS - 1}" in again.output
-    same(unbroken, folder)
-    assert store.steps() == [STEPS - 1, STEPS]
-    exported(folder / "checkpoints" / f"step_{STEPS:06d}", folder / "export" / f"step_{STEPS:06d}", tmp_path)
 
 
 def exported(checkpoint: Path, policy: Path, tmp_path: Path) -> None:

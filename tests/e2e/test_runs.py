@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rlscale.testing.models import tiny_model
-from tests.e2e.program import SCORERS, Ended, Program, launch, small
+from tests.e2e.program import SCORERS, Ended, Program, launch, small, striking
 
 ACTOR = [
     f"actor/{name}"
@@ -157,17 +157,20 @@ def test_layout_changes_nothing(parallel: dict[str, Any], data_parallel: Ended, 
             assert got[name] == pytest.approx(expected[name], rel=2e-4, abs=2e-6), (step, name)
 
 
-def test_ppo_with_a_critic_and_a_flawed_scorer(tmp_path: Path) -> None:
+def test_ppo_with_a_critic_and_a_flawed_scorer_outlives_an_engine(tmp_path: Path) -> None:
+    """The critic is split into stages and waits on the host; the engine of rank 1 dies as it samples for step 2."""
     settings = small(
         tiny_model("llama", layers=2),
         trainer__critic_warmup=1,
+        data__max_response_length=256,  # no engine is done with all prompts before the other has begun
         reward__scorer=f"{SCORERS}:flawed",
         trainer__total_training_steps=3,
         critic__parallel__pipeline_model_parallel_size=2,
         critic__parallel__param_offload=True,
         critic__parallel__optimizer_offload=True,
     )
-    run = launch(tmp_path / "run", settings, yaml="yamls/ppo_cpu.yaml")
+    fault = striking(tmp_path / "note", "kill-engine", 1, phase="gen", step=2)
+    run = launch(tmp_path / "run", settings, yaml="yamls/ppo_cpu.yaml", environment=fault)
     assert run.status == 0 and not run.left, run.output
     first, second, third = run.metrics
     for m in run.metrics:
@@ -179,6 +182,9 @@ def test_ppo_with_a_critic_and_a_flawed_scorer(tmp_path: Path) -> None:
         failed = [row for row in run.rollouts(step) if row["reward_error"]]
         assert m["reward/failures"] == len(failed) > 0
         assert all(row["reward"] == 0 for row in failed)
+        assert m["batch/num_samples"] == 16
+    assert second["rollout/engine_restarts"] == 1 and 0 < second["rollout/resampled"] <= 16
+    assert "warning: rank 1: the vLLM engine died during" in run.output
 
 
 def test_death_of_an_engine_ends_the_run(model: str, tmp_path: Path) -> None:

@@ -13,4 +13,5 @@ from tests.rollout import helpers
 @pytest.fixture(scope="package")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield str(tmp_path_factory.mktemp("run"))
-    worlds.run(2, helpers.close_all)
+    if worlds.started(2):
+        worlds.run(2, helpers.close_all)

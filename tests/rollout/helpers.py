@@ -48,35 +48,46 @@ def configuration(layout: str, path: str, run_dir: str, **rollout: Any) -> Any:
     return cfg
 
 
+def close(layout: str) -> None:
+    if layout in _rollouts:
+        _rollouts.pop(layout).close()
+
+
 def close_all() -> None:
-    while _rollouts:
-        _rollouts.popitem()[1].close()
+    for layout in list(_rollouts):
+        close(layout)
+
+
+def new_rollout(layout: str, run_dir: str) -> Any:
+    """The shared rollout of a layout, in place of one that there may be; its engines are not started."""
+    from rlscale.cluster.device import Device
+    from rlscale.rollout.rollout import Rollout
+
+    close(layout)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    device = Device("cpu", rank, rank, world, world)
+    _rollouts[layout] = Rollout(configuration(layout, model(layout, 0), run_dir), device, [EOS])
+    return _rollouts[layout]
 
 
 def rollout_of(layout: str, run_dir: str, untouched: bool = False) -> Any:
     """The engines of a layout as a test finds them; ``untouched``: with the weights that they have started with."""
     from rlscale.cluster.collective import gather
-    from rlscale.cluster.device import Device
-    from rlscale.rollout.rollout import Rollout
     from rlscale.rollout.trajectory import sample_trajectory
 
-    cfg = configuration(layout, model(layout, 0), run_dir)
     kept = _rollouts.get(layout)
     if kept is not None:
         usable = kept.backend is None or kept.backend.alive
         if all(gather(usable and not (untouched and kept.updated), kept.ranks.control)):
-            kept.cfg.rollout.__dict__.update(vars(cfg.rollout))
+            kept.cfg.rollout.__dict__.update(vars(configuration(layout, model(layout, 0), run_dir).rollout))
             kept.cfg.trainer.deterministic = False
             kept.restarts = kept.resampled = 0
             kept.interrupted, kept.sample, kept.tokenizer = lambda: False, sample_trajectory, None
             if kept.weight_sync.stale:
                 kept.sync(*weights(layout, 0))
             return kept
-    close_all()
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rollout = Rollout(cfg, Device("cpu", rank, rank, world, world), [EOS])
+    rollout = new_rollout(layout, run_dir)
     rollout.start()
-    _rollouts[layout] = rollout
     return rollout
 
 

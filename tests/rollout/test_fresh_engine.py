@@ -1,13 +1,12 @@
 """An engine that took an update computes what a new engine computes that was started from the exported folder.
 
-Every case starts engines twice, so that only two cases run by default. All of them (three architectures, tied and
-untied, engines of one and two ranks): RLSCALE_ALL_CASES=1 python -m pytest tests/rollout/test_fresh_engine.py
+Every case starts engines twice, so that only one runs by default. All of them (three architectures, tied and untied,
+engines of one and two ranks): python -m pytest tests/rollout/test_fresh_engine.py --exhaustive
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,10 @@ from tests import worlds
 from tests.rollout.helpers import EOS, PROMPTS, START, configuration, prompts
 
 EXACT = 1e-5
-ALL = list(itertools.product(("llama", "qwen2", "qwen3"), (True, False), (1, 2)))
-CASES = ALL if os.environ.get("RLSCALE_ALL_CASES") else [("llama", True, 2)]
+CASES = [
+    pytest.param(*case, marks=[] if case == ("llama", True, 2) else [pytest.mark.exhaustive])
+    for case in itertools.product(("llama", "qwen2", "qwen3"), (True, False), (1, 2))
+]
 
 
 def folder_of(arch: str, tied: bool, seed: int) -> str:

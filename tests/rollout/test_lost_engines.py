@@ -13,20 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlscale.rollout.vllm.processes import last_error
 from rlscale.testing.models import tiny_model
 from tests import worlds
 from tests.rollout.helpers import (
-    EOS,
     EXACT,
     PROMPTS,
     START,
     alive,
     check,
-    close_all,
-    configuration,
     family,
     generate,
     model,
@@ -158,42 +154,6 @@ def test_a_dead_engine_is_named_on_every_rank_and_closing_leaves_nothing(run_dir
         assert re.search(r"rank 1: the vLLM engine died during generation", message)
     assert not any(map(alive, pids))
     assert not set(os.listdir("/dev/shm")) & shared
-
-
-def state_of_process() -> tuple[Any, ...]:
-    return dict(os.environ), [os.fstat(fd).st_ino for fd in (1, 2)], os.sched_getaffinity(0)
-
-
-def start_in_the_background(run_dir: str) -> tuple[bool, list[int]]:
-    """Begin a start and close in the middle of it; begin another, and generate."""
-    from rlscale.cluster.device import Device
-    from rlscale.rollout.rollout import Rollout
-    from rlscale.rollout.sampling import Sampling
-
-    close_all()
-    rank = torch.distributed.get_rank()
-    cfg = configuration("replicas", model("replicas", 1), run_dir)
-    rollout = Rollout(cfg, Device("cpu", rank, rank, 2, 2), [EOS])
-    try:
-        before = state_of_process()
-        rollout.begin_start()
-        assert rollout.backend is not None and not rollout.backend.alive
-        kept = state_of_process() == before
-        abandoned = [process.pid for process in rollout.backend._started()]
-        rollout.close()
-        rollout.begin_start()
-        kept &= state_of_process() == before
-        rollout.finish_start()
-        assert kept and len(rollout.generate(prompts(PROMPTS), Sampling(n=1, max_tokens=4))) <= len(PROMPTS)
-        return kept, abandoned
-    finally:
-        rollout.close()
-
-
-def test_a_start_goes_on_in_the_background_and_can_be_given_up(run_dir: str) -> None:
-    for kept, abandoned in worlds.run(2, start_in_the_background, run_dir, timeout=START):
-        assert kept, "variables, output or cores of this process have changed"
-        assert abandoned and not any(map(alive, abandoned))
 
 
 # A world of one, in a process that ends badly.

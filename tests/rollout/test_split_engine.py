@@ -1,4 +1,4 @@
-"""An engine of two workers. Its file comes last of those with engines: the engines of the others end for it."""
+"""An engine of two workers."""
 
 from __future__ import annotations
 

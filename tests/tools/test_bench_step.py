@@ -22,7 +22,7 @@ for step in (1, 2):
         pass
     with open(sys.argv[1], "a") as f:
         f.write('{"step": %d}\\\\n' % step)
-time.sleep(2.5)
+    time.sleep(2.5)  # the line is seen before more time is used
 '''
 sys.exit(subprocess.run([sys.executable, "-c", child, sys.argv[1]]).returncode)
 """

@@ -244,7 +244,7 @@ def test_comparison_sees_a_mend_taken_out(fault: str, case: Case, seen_in: str) 
     assert found["log-probs"].value <= BOUND and found[seen_in].value > 100 * BOUND, found
 
 
-# ---- eight processes: last, because their world leaves no room for the others
+# ---- eight processes, whose world leaves no room for the others
 
 EIGHT = {
     "ulysses2 tp2 sp dp2 zero2": Case(ulysses=2, tp=2, sp=True, dp=2, zero=2, tied=True),
@@ -253,6 +253,7 @@ EIGHT = {
 }
 
 
+@pytest.mark.ends_worlds
 @pytest.mark.parametrize("name", EIGHT)
 def test_layout_of_eight_processes(name: str) -> None:
     found = differences(EIGHT[name])
