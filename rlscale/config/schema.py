@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 #: in messages: what a value of a type is called, and what a bound says and means
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
@@ -317,8 +317,18 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = opt(KLControlConfig, "coefficient of that KL")
 
 
-#: what can be run: the module of each task (its ``TASK``), which is imported when the task runs
-TASKS = {"rl": "rlscale.loop.step"}
+class TaskEntry(NamedTuple):
+    """Where a task is: its ``module`` has a `rlscale.loop.tasks.Task` as ``TASK``, and is imported when the task runs.
+
+    ``generates``: it samples from engines (``rollout``) and scores (``reward``); the engines start before the import.
+    """
+
+    module: str
+    generates: bool
+
+
+#: what can be run
+TASKS = {"rl": TaskEntry("rlscale.loop.rl", generates=True)}
 
 
 @dataclass

@@ -132,11 +132,12 @@ def rollouts(run: Run, step: int, trajectories: list[Trajectory], batch: PackedB
     rows = []
     for i, t in enumerate(trajectories):
         span = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
-        rows.append(_row(t) | {"advantage": [round(a, 6) for a in batch.advantages[span].tolist()]})
+        rows.append(record(t) | {"advantage": [round(a, 6) for a in batch.advantages[span].tolist()]})
     run.writer.rollouts(step, rows)
 
 
-def _row(t: Trajectory) -> dict[str, Any]:
+def record(t: Trajectory) -> dict[str, Any]:
+    """A response as a line of rollouts/*.jsonl."""
     return {
         "prompt_index": t.prompt_index,
         "sample_index": t.sample_index,
@@ -149,17 +150,6 @@ def _row(t: Trajectory) -> dict[str, Any]:
         "reward": t.reward,
         "reward_error": t.reward_error,
     }
-
-
-def validation(run: Run, step: int, trajectories: list[Trajectory], metrics: dict[str, float]) -> None:
-    """rollouts/val_*.jsonl and a line on the screen; before the first step also a record of its own (step 0)."""
-    run.writer.rollouts(step, [_row(t) for t in trajectories], kind="val")
-    run.progress.message(
-        f"validation at step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
-    )
-    run.progress.restart_clock()
-    if step == 0:
-        run.writer.log(0, metrics)
 
 
 def finish(run: Run) -> None:

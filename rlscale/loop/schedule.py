@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from rlscale.algo.needs import uses_critic
 from rlscale.batch.minibatch import num_mini_batches
 from rlscale.config.schema import Config
 from rlscale.train.schedule import warmup_steps
+
+if TYPE_CHECKING:
+    from rlscale.train.engine import Engine
 
 
 def planned_steps(cfg: Config, prompts: int) -> int:
@@ -25,14 +31,14 @@ def optimizer_steps(cfg: Config, steps: int) -> dict[str, int]:
     return counts
 
 
-def unreached_learning_rates(cfg: Config, steps: int) -> list[str]:
-    """What to say about learning rates that a run of so many steps never reaches."""
-    optim = {"actor": cfg.actor.optim, "critic": cfg.critic.optim}
+def unreached_learning_rates(models: Mapping[str, Engine]) -> list[str]:
+    """What to say about learning rates of the trained models, by role, that a run never reaches."""
+    warmups = {role: warmup_steps(engine.optim, engine.total_steps) for role, engine in models.items() if engine.optim}
     return [
-        f"{role}.optim: the warm-up of {warmup_steps(optim[role], count)} optimizer steps is longer than the run "
-        f"({count}); the learning rate never reaches {optim[role].lr:g}"
-        for role, count in optimizer_steps(cfg, steps).items()
-        if warmup_steps(optim[role], count) > count
+        f"{role}.optim: the warm-up of {steps} optimizer steps is longer than the run ({models[role].total_steps}); "
+        f"the learning rate never reaches {models[role].optim.lr:g}"  # type: ignore[union-attr]
+        for role, steps in warmups.items()
+        if steps > models[role].total_steps
     ]
 
 

@@ -1,40 +1,27 @@
-"""Reinforcement learning: one step reads as the algorithm."""
+"""One step of reinforcement learning, which reads as the algorithm."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 
 from rlscale.algo.advantages import estimate_advantages
+from rlscale.algo.kl import FixedKL
 from rlscale.algo.needs import uses_old_logprobs
 from rlscale.algo.reward_shaping import kl_in_reward, place_rewards
 from rlscale.batch.minibatch import mini_batches
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import Config
-from rlscale.data.dataset import PromptData
 from rlscale.loop import report
-from rlscale.loop.exchange import exchange
+from rlscale.loop.exchange import sample
 from rlscale.loop.objectives import actor_loss, actor_trains, contributing_rows, critic_loss, current_logprobs
 from rlscale.loop.run import Run
 from rlscale.loop.schedule import due, optimizer_steps
-from rlscale.loop.tasks import Task
-from rlscale.loop.validation import validate
 from rlscale.observe.timers import Timers
 from rlscale.rollout.sampling import Sampling
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-def load_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptData, PromptData | None]:
-    """Training and held-out prompts."""
-    seed = cfg.trainer.seed
-    data = PromptData(cfg.data.train, cfg.data, tokenizer, cfg.data.train_batch_size, seed, cfg.data.shuffle)
-    val = PromptData(cfg.data.val, cfg.data, tokenizer, None, seed, False, "data.val") if cfg.data.val else None
-    return data, val
 
 
 def train_step(run: Run, step: int) -> dict[str, float]:
@@ -47,9 +34,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     with timers("step"):
         prompts, cursor = run.state.data.peek()
         with timers("gen"), run.generating():
-            mine = rollout.generate(prompts, train_sampling(cfg, step), run.pool)
-            run.watch.raise_if_stopped()
-            trajectories = exchange(mine, len(prompts) * cfg.rollout.n)
+            trajectories = sample(run, prompts, train_sampling(cfg, step))
         with run.training():
             batch = pack(trajectories)
             check_scores(trajectories, step)
@@ -151,7 +136,8 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     batch.token_rewards = place_rewards(batch.rewards, batch.mask, batch.cu_seqlens)
     if algo.use_kl_in_reward:
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-        coef = run.state.kl_controller.coef
+        controller = cast(FixedKL, run.state.parts["kl_controller"])
+        coef = controller.coef
         batch.token_rewards, mean_kl = kl_in_reward(
             batch.token_rewards,
             batch.old_logprobs,
@@ -161,7 +147,7 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
             kind=algo.kl_penalty,
             beta=coef,
         )
-        run.state.kl_controller.update(mean_kl, batch.num_samples)
+        controller.update(mean_kl, batch.num_samples)
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
     out = estimate_advantages(
         algo.adv_estimator,
@@ -216,6 +202,3 @@ def update_critic(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
         )
         records.append(run.critic.update(mini, critic_loss(cfg)))
     return report.critic_metrics(records, batch)
-
-
-TASK = Task(load_prompts, train_step, validate)

@@ -13,9 +13,9 @@ from rlscale.algo.reward_shaping import place_rewards
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, KLControlConfig
-from rlscale.loop.build import kl_controller
 from rlscale.loop.exchange import exchange
 from rlscale.loop.objectives import actor_loss, actor_trains, contributing_rows, current_logprobs
+from rlscale.loop.rl import state
 from rlscale.loop.step import advantages, check_scores, compare_logprobs
 from rlscale.loop.validation import validation_metrics
 from rlscale.testing.batches import random_batch
@@ -140,14 +140,14 @@ def test_kl_in_the_reward(kind: str) -> None:
     batch = pack([trajectory(0, 0, [1, 0, 1], 1.0), trajectory(0, 1, [1], 0.0)])
     batch.old_logprobs = torch.tensor([-1.0, float("nan"), -1.0, -1.0])
     batch.ref_logprobs = torch.tensor([-2.0, 0.0, -1.0, -1.5])
-    run: Any = SimpleNamespace(cfg=cfg, state=SimpleNamespace(kl_controller=kl_controller(cfg)))
+    run: Any = SimpleNamespace(cfg=cfg, state=SimpleNamespace(parts=state(cfg)))
     metrics = advantages(run, batch)
     assert batch.token_rewards.tolist() == pytest.approx([-0.5, 0.0, 1.0, -0.25])
     assert batch.advantages.tolist() == pytest.approx([0.5, 0.0, 1.0, -0.25])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)  # mean over rows of their token means
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     expected = {"fixed": 0.5, "adaptive": 0.5 * (1 + 0.2 * 2 / 100), "interval": 0.5 * (1 + 0.2 * 2 / 100)}
-    assert run.state.kl_controller.coef == pytest.approx(expected[kind])
+    assert run.state.parts["kl_controller"].coef == pytest.approx(expected[kind])
 
 
 def test_log_probs_that_disagree_end_the_run() -> None:
