@@ -77,7 +77,7 @@ def train(checked: Checked, device) -> list[float]:
     from rlscale.batch.weights import loss_weights
     from rlscale.data.dataset import PromptData
     from rlscale.data.tokenizers import eos_token_ids, load_tokenizer
-    from rlscale.loop.models import policy
+    from rlscale.loop.models import build_model
     from rlscale.rollout.rollout import Rollout
     from rlscale.rollout.sampling import Sampling
 
@@ -85,7 +85,7 @@ def train(checked: Checked, device) -> list[float]:
     path, seed, steps = cfg.model.path, cfg.trainer.seed, cfg.trainer.total_training_steps or 10
     tokenizer = load_tokenizer(cfg.model)
     data = PromptData(cfg.data.train, cfg.data, tokenizer, cfg.data.train_batch_size, seed, cfg.data.shuffle)
-    actor = policy(checked, device, steps, temperature=cfg.rollout.temperature)  # an `Engine`: Megatron under DeepSpeed
+    actor = build_model("actor", checked, device, steps, cfg.rollout.temperature)  # Megatron under DeepSpeed
     rollout = Rollout(cfg, device, cfg.trainer.run_dir, eos_token_ids(path, tokenizer), tokenizer)
     history = []
     try:

@@ -10,7 +10,7 @@ from rlscale.config.paths import resolve_folder
 from rlscale.loop import report
 from rlscale.loop.build import build
 from rlscale.loop.configure import Checked
-from rlscale.loop.run import Run
+from rlscale.loop.run import Run, trained
 from rlscale.loop.schedule import due, exports, saves
 from rlscale.loop.stopping import Stopped
 from rlscale.loop.tasks import Task, load
@@ -56,7 +56,7 @@ class Driver:
             self.steps()
         except Stopped as stop:
             run.writer.flush()
-            saved = run.checkpoints.save_stopped(state, run.trained)
+            saved = run.checkpoints.save_stopped(state, trained(run.models))
             run.watch.state_saved()
             if stop.by_limit and state.step == began:  # to start it again and again would never get anywhere
                 raise RuntimeError(
@@ -108,7 +108,7 @@ class Driver:
         if save:
             run.phase(step, "save")
             run.writer.flush()  # what the checkpoint says has happened is on the disk before the checkpoint is
-            run.checkpoints.save(state, run.trained, metrics)
+            run.checkpoints.save(state, trained(run.models), metrics)
         if exports(run.cfg, step, last):
             self._export()
         if not last:

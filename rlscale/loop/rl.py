@@ -11,7 +11,7 @@ from rlscale.cluster.device import Device
 from rlscale.config.schema import Config
 from rlscale.data.dataset import PromptData
 from rlscale.loop.configure import Checked
-from rlscale.loop.models import batching, common, policy
+from rlscale.loop.models import build_model
 from rlscale.loop.run_state import Stateful
 from rlscale.loop.schedule import optimizer_steps
 from rlscale.loop.step import train_step
@@ -40,21 +40,12 @@ def load_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> TaskData:
 
 def build_models(checked: Checked, device: Device, steps: int) -> dict[str, Engine]:
     """The actor, and the reference and the critic where the algorithm uses them."""
-    cfg, updates, temperature = checked.cfg, optimizer_steps(checked.cfg, steps), checked.cfg.rollout.temperature
-    models = {"actor": policy(checked, device, updates["actor"], temperature=temperature)}
+    cfg, temperature, updates = checked.cfg, checked.cfg.rollout.temperature, optimizer_steps(checked.cfg, steps)
+    models = {"actor": build_model("actor", checked, device, updates["actor"], temperature)}
     if uses_reference(cfg):
-        models["reference"] = policy(checked, device, None, role="reference", temperature=temperature)
+        models["reference"] = build_model("reference", checked, device, None, temperature)
     if uses_critic(cfg):
-        models["critic"] = Engine(
-            "critic",
-            checked.critic_spec or checked.spec.as_critic(),
-            cfg.critic.path or cfg.model.path,
-            cfg.critic.parallel,
-            cfg.critic.optim,
-            batching(cfg.critic, cfg.actor),
-            total_steps=updates["critic"],
-            **common(cfg, device),
-        )
+        models["critic"] = build_model("critic", checked, device, updates["critic"])
     return models
 
 

@@ -66,11 +66,6 @@ class Run:
     def critic(self) -> Engine | None:
         return self.models.get("critic")
 
-    @property
-    def trained(self) -> dict[str, Engine]:
-        """The models that are trained, by role."""
-        return trained(self.models)
-
     def phase(self, step: int, name: str) -> None:
         """Tell the user and the other ranks what this rank begins to do."""
         self.progress.phase(name)
@@ -88,12 +83,6 @@ class Run:
         """The trainer has the device: the models leave it after."""
         yield
         self._release_device()
-
-    @contextlib.contextmanager
-    def using(self, engine: Engine) -> Iterator[None]:
-        """One model has the device while the trainer does: it leaves it after."""
-        yield
-        engine.release_device()
 
     def sync(self) -> dict[str, float]:
         """Give the actor's weights to the engines, which wake; its optimizer state leaves the device first."""

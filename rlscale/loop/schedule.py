@@ -20,15 +20,19 @@ def planned_steps(cfg: Config, prompts: int) -> int:
     return cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
 
 
-def optimizer_steps(cfg: Config, steps: int) -> dict[str, int]:
-    """Optimizer steps of a run of so many steps, by role; the critic's sizes are the actor's where it has none."""
-    actor, critic, prompts = cfg.actor, cfg.critic, cfg.data.train_batch_size
-    size, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
-    counts = {"actor": steps * num_mini_batches(prompts, size, epochs)}
+def update_sizes(cfg: Config) -> dict[str, tuple[int, int]]:
+    """Prompts of a mini-batch, and epochs, by trained role; the critic's are the actor's where it has none."""
+    size, epochs = cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs
+    sizes = {"actor": (size, epochs)}
     if uses_critic(cfg):
-        size, epochs = critic.ppo_mini_batch_size or size, critic.ppo_epochs or epochs
-        counts["critic"] = steps * num_mini_batches(prompts, size, epochs)
-    return counts
+        sizes["critic"] = cfg.critic.ppo_mini_batch_size or size, cfg.critic.ppo_epochs or epochs
+    return sizes
+
+
+def optimizer_steps(cfg: Config, steps: int) -> dict[str, int]:
+    """Optimizer steps of a run of so many steps, by trained role."""
+    prompts = cfg.data.train_batch_size
+    return {role: steps * num_mini_batches(prompts, *sizes) for role, sizes in update_sizes(cfg).items()}
 
 
 def unreached_learning_rates(models: Mapping[str, Engine]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import cast
 
@@ -17,9 +18,9 @@ from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import Config
 from rlscale.loop import report
 from rlscale.loop.exchange import sample
-from rlscale.loop.objectives import actor_loss, actor_trains, contributing_rows, critic_loss, current_logprobs
+from rlscale.loop.objectives import actor_loss, contributing_samples, critic_loss, current_logprobs
 from rlscale.loop.run import Run
-from rlscale.loop.schedule import due, optimizer_steps
+from rlscale.loop.schedule import due, optimizer_steps, update_sizes
 from rlscale.observe.timers import Timers
 from rlscale.rollout.sampling import Sampling
 
@@ -46,9 +47,10 @@ def train_step(run: Run, step: int) -> dict[str, float]:
             with timers("adv"):
                 metrics |= advantages(run, batch)
             if run.critic is not None:
-                with timers("update_critic"), run.using(run.critic):
+                with timers("update_critic"):
                     metrics |= update_critic(run, batch, step)
-            trained = actor_trains(step, cfg.trainer.critic_warmup)
+                    run.critic.release_device()
+            trained = step > cfg.trainer.critic_warmup
             if trained:
                 with timers("update_actor"):
                     metrics |= update_actor(run, batch, step)
@@ -124,8 +126,9 @@ def _log_probs(run: Run, batch: PackedBatch, step: int, timers: Timers) -> dict[
             metrics = compare_logprobs(cfg, batch, current, step)
         batch.old_logprobs = current if needed else None
     if run.reference is not None:
-        with timers("ref"), run.using(run.reference):
+        with timers("ref"):
             batch.ref_logprobs, _ = run.reference.logprobs(batch)
+            run.reference.release_device()
     return metrics
 
 
@@ -167,23 +170,24 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     return metrics | {f"group/{name}": value for name, value in out.metrics.items()}
 
 
-def _shuffle_seed(cfg: Config, step: int) -> tuple[int, int] | None:
-    return (cfg.trainer.seed, step) if cfg.actor.shuffle else None
+def _mini_batches(run: Run, batch: PackedBatch, step: int, role: str, scale: float) -> Iterator[PackedBatch]:
+    """The mini-batches of a trained model, with their loss weights; ``scale``: C of seq-mean-token-sum-norm."""
+    size, epochs = update_sizes(run.cfg)[role]
+    mode = run.cfg.critic.loss_agg_mode if role == "critic" else run.cfg.actor.loss_agg_mode
+    seed = (run.cfg.trainer.seed, step) if run.cfg.actor.shuffle else None
+    for samples in mini_batches(batch, size, epochs, seed):
+        mini = batch.select(samples)
+        mini.weights = loss_weights(mini.mask, mini.cu_seqlens, mode, scale_factor=scale)
+        yield mini
 
 
 def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     """Optimizer steps of the policy over the mini-batches."""
     actor = run.cfg.actor
     records: list[dict[str, float]] = []
-    for samples in mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs, _shuffle_seed(run.cfg, step)):
-        mini = batch.select(samples)
-        mini.weights = loss_weights(
-            mini.mask,
-            mini.cu_seqlens,
-            actor.loss_agg_mode,
-            scale_factor=actor.loss_scale_factor or run.cfg.data.max_response_length,
-        )
-        live = mini.select(contributing_rows(actor, mini))
+    scale = actor.loss_scale_factor or run.cfg.data.max_response_length
+    for mini in _mini_batches(run, batch, step, "actor", scale):
+        live = mini.select(contributing_samples(actor, mini))
         loss = actor_loss(actor, mini, current_logprobs(actor, mini, bool(records), run.actor.logprobs))
         records.append(run.actor.update(live, loss, entropy=True, entropy_grad=actor.entropy_coeff != 0))
     return report.actor_metrics(records)
@@ -191,14 +195,7 @@ def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
 
 def update_critic(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     """Optimizer steps of the value model over its mini-batches."""
-    cfg, actor = run.cfg.critic, run.cfg.actor
     assert run.critic is not None
-    records = []
-    size, epochs = cfg.ppo_mini_batch_size or actor.ppo_mini_batch_size, cfg.ppo_epochs or actor.ppo_epochs
-    for samples in mini_batches(batch, size, epochs, _shuffle_seed(run.cfg, step)):
-        mini = batch.select(samples)
-        mini.weights = loss_weights(
-            mini.mask, mini.cu_seqlens, cfg.loss_agg_mode, scale_factor=float(run.cfg.data.max_response_length)
-        )
-        records.append(run.critic.update(mini, critic_loss(cfg)))
+    minis = _mini_batches(run, batch, step, "critic", float(run.cfg.data.max_response_length))
+    records = [run.critic.update(mini, critic_loss(run.cfg.critic)) for mini in minis]
     return report.critic_metrics(records, batch)

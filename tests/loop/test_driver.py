@@ -31,7 +31,7 @@ def test_how_a_stop_ends(
     lines: list[str] = []
     run: Any = SimpleNamespace(
         state=SimpleNamespace(step=0),
-        trained={},
+        models={},
         writer=SimpleNamespace(flush=lambda: None),
         checkpoints=SimpleNamespace(save_stopped=lambda *_: saved),
         watch=SimpleNamespace(state_saved=lambda: None),
@@ -60,7 +60,7 @@ def test_the_record_is_on_the_disk_before_the_checkpoint_says_so() -> None:
         total_steps=1,
         state=SimpleNamespace(step=0, unfinished=None),
         val=None,
-        trained={},
+        models={},
         phase=lambda step, name: calls.append(name),
         writer=SimpleNamespace(log=lambda *_: calls.append("log"), flush=lambda: calls.append("flush")),
         progress=SimpleNamespace(step=lambda *_: None),
