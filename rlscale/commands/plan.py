@@ -53,10 +53,8 @@ def read_spec(path: str) -> ModelSpec:
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        if Path(path).is_dir() or file.suffix == ".json":
-            raise ValueError(
-                f"model folder has no config.json: {path}" if Path(path).is_dir() else f"no such file: {path}"
-            )
+        if file.suffix == ".json" and not Path(path).is_dir():
+            raise ValueError(f"no such file: {path}")
         return ModelSpec.from_hf(path)  # raises for what looks like a local path
     try:
         config = json.loads(file.read_text())

@@ -40,8 +40,7 @@ def build(checked: Checked, task: Task, device: Device, started: float, engine: 
         steps = planned_steps(cfg, len(data.train))
         progress = Progress(steps, point.step if point else 0, rank=device.rank)
         parts.callback(progress.close)
-        if generates:
-            targets_of(cfg.reward, data.scorers)  # on every rank, so that all refuse a bad scorer alike
+        targets_of(cfg.reward, data.scorers)  # on every rank, so that all refuse a bad scorer alike
         if point is not None:
             archive_later(cfg, point)
         checkpoints = CheckpointManager(cfg, device, progress)

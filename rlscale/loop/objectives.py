@@ -26,7 +26,7 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = Non
 
     ``current``: ``[T]`` log-probs of ``mini`` under the policy as it is now (`current_logprobs`); None: the old ones.
     """
-    args = dict(cfg.policy_loss_args)
+    args = {"clip_low": cfg.clip_ratio_low, "clip_high": cfg.clip_ratio_high, **cfg.policy_loss_args}
     statistic: dict[str, float] = {}
     needs = POLICY_LOSSES.find(cfg.policy_loss).needs
     assert mini.advantages is not None
@@ -38,8 +38,6 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = Non
             advantages=mini.advantages,
             mask=mini.mask,
             cu_seqlens=mini.cu_seqlens,
-            clip_low=cfg.clip_ratio_low,
-            clip_high=cfg.clip_ratio_high,
             **args,
         )
 
@@ -55,8 +53,6 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = Non
             mask=micro.mask,
             weights=micro.weights,
             cu_seqlens=micro.cu_seqlens,
-            clip_low=cfg.clip_ratio_low,
-            clip_high=cfg.clip_ratio_high,
             clip_c=cfg.clip_ratio_c,
             ref_logprobs=micro.ref_logprobs if "ref_logprobs" in needs else None,
             statistic=statistic,

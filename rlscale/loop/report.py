@@ -30,7 +30,7 @@ def spread(prefix: str, values: Tensor) -> dict[str, float]:
     }
 
 
-def batch_metrics(run: Run, trajectories: list[Trajectory], batch: PackedBatch) -> dict[str, float]:
+def batch_metrics(trajectories: list[Trajectory], batch: PackedBatch) -> dict[str, float]:
     """Lengths, scores, advantages and group contrast of one rollout batch."""
     own = batch.mask != 0
     lengths = batch.response_lengths
@@ -100,10 +100,9 @@ def critic_metrics(records: list[dict[str, float]], batch: PackedBatch) -> dict[
     return metrics | {"critic/vf_explained_var": explained}
 
 
-def timing(run: Run, timers: Timers, batch: PackedBatch) -> dict[str, float]:
-    """timing_s/* of the step and tokens (prompt + response) a second of the whole job."""
+def timing(run: Run, timers: Timers, tokens: float) -> dict[str, float]:
+    """timing_s/* of a step of so many tokens (prompt + response), and tokens per second of the whole job."""
     out = timers.take()
-    tokens = float(batch.prompt_lengths[batch.group].sum() + batch.response_lengths.sum())
     run.state.tokens_seen += int(tokens)
     out["perf/throughput"] = tokens / out["timing_s/step"]
     out["perf/total_tokens"] = float(run.state.tokens_seen)

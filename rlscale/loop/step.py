@@ -61,7 +61,8 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     report.rollouts(run, step, trajectories, batch)
     if rollout.restarts:
         metrics |= {"rollout/engine_restarts": rollout.restarts, "rollout/resampled": rollout.resampled}
-    return {**metrics, **report.batch_metrics(run, trajectories, batch), **report.timing(run, timers, batch)}
+    metrics |= report.batch_metrics(trajectories, batch)
+    return metrics | report.timing(run, timers, metrics["batch/num_tokens"])
 
 
 def train_sampling(cfg: Config, step: int) -> Sampling:
