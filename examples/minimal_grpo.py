@@ -77,19 +77,15 @@ def train(checked: Checked, device) -> list[float]:
     from rlscale.batch.weights import loss_weights
     from rlscale.data.dataset import PromptData
     from rlscale.data.tokenizers import eos_token_ids, load_tokenizer
-    from rlscale.loop.build import DTYPES, batching
+    from rlscale.loop.models import build_model
     from rlscale.rollout.rollout import Rollout
     from rlscale.rollout.sampling import Sampling
-    from rlscale.train.engine import Engine
 
     cfg = checked.cfg
     path, seed, steps = cfg.model.path, cfg.trainer.seed, cfg.trainer.total_training_steps or 10
     tokenizer = load_tokenizer(cfg.model)
     data = PromptData(cfg.data.train, cfg.data, tokenizer, cfg.data.train_batch_size, seed, cfg.data.shuffle)
-    actor = Engine(
-        "actor", checked.spec, path, cfg.actor.parallel, cfg.actor.optim, batching(cfg.actor, cfg.actor),
-        device, dtype=DTYPES[cfg.model.dtype], temperature=cfg.rollout.temperature, total_steps=steps, seed=seed,
-    )  # fmt: skip
+    actor = build_model("actor", checked, device, steps, cfg.rollout.temperature)  # Megatron under DeepSpeed
     rollout = Rollout(cfg, device, eos_token_ids(path, tokenizer), tokenizer)
     history = []
     try:

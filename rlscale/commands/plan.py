@@ -26,7 +26,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,13 +45,6 @@ DERIVED_HEAD_DIM = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 UNCUT = 2**40  # a bucket that holds any tensor: where only bytes are counted
 
 
-@dataclass(frozen=True)
-class Dtype:
-    """As much of a dtype as a plan needs; torch takes longer to import than the plan to make."""
-
-    itemsize: int
-
-
 def read_spec(path: str) -> ModelSpec:
     """Shapes from a model folder or its config.json (or a hub name).
 
@@ -60,10 +53,8 @@ def read_spec(path: str) -> ModelSpec:
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        if Path(path).is_dir() or file.suffix == ".json":
-            raise ValueError(
-                f"model folder has no config.json: {path}" if Path(path).is_dir() else f"no such file: {path}"
-            )
+        if file.suffix == ".json" and not Path(path).is_dir():
+            raise ValueError(f"no such file: {path}")
         return ModelSpec.from_hf(path)  # raises for what looks like a local path
     try:
         config = json.loads(file.read_text())
@@ -75,10 +66,7 @@ def read_spec(path: str) -> ModelSpec:
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise ValueError(f"{file}: architectures {names!r} is not a list of names")
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    for key in (*sizes, "head_dim", "vocab_size"):
-        size = config.get(key)
-        if size is not None and (type(size) is not int or size < 1):
-            raise ValueError(f"{file}: {key} {size!r} is not a positive number")
+    check_sizes(file, {key: config.get(key) for key in (*sizes, "head_dim", "vocab_size")})
     try:
         if "head_dim" in config or names[0] in DERIVED_HEAD_DIM:
             return checked(file, ModelSpec.from_config(SimpleNamespace(**config), rope=False))
@@ -97,11 +85,15 @@ def read_spec(path: str) -> ModelSpec:
 
 def checked(file: Path, spec: ModelSpec) -> ModelSpec:
     """The same. Raises ValueError if a size is not a positive number."""
-    for key in ("num_layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"):
-        size = getattr(spec, key)
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{file}: {key} {size!r} is not a positive number")
+    sizes = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
+    check_sizes(file, {key: getattr(spec, key) for key in sizes})
     return spec
+
+
+def check_sizes(file: Path, sizes: dict[str, Any]) -> None:
+    for key, size in sizes.items():
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"{file}: {key} {size!r} is not a positive number")
 
 
 def read_sizes(option: str, text: str, keys: tuple[str, ...]) -> dict[str, int]:
@@ -119,35 +111,27 @@ def read_sizes(option: str, text: str, keys: tuple[str, ...]) -> dict[str, int]:
     return out
 
 
-@dataclass
-class Way:
-    """Figures of one way to move the weights; bytes."""
+def figures(
+    received: dict[int, int], sent: dict[int, int], from_network: dict[int, int], links: dict[str, int], bound: int
+) -> dict[str, Any]:
+    """Figures of one way to move the weights, from what each rank receives and sends; bytes."""
 
-    received: dict[int, int]
-    sent: dict[int, int]
-    from_network: dict[int, int]
-    links: dict[str, int]
-    lower_bound: int
+    def spread(by_rank: dict[int, int]) -> dict[str, float]:
+        values = list(by_rank.values())
+        return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
 
-    @classmethod
-    def of(cls, traffic: Traffic) -> Way:
-        bound = sum(traffic.lower_bound.values())
-        return cls(traffic.received, traffic.sent, traffic.from_network, traffic.links, bound)
-
-    def figures(self) -> dict[str, Any]:
-        def spread(by_rank: dict[int, int]) -> dict[str, float]:
-            values = list(by_rank.values())
-            return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
-
-        total = sum(self.received.values())
-        return {
-            "total": total, **self.links, "lower_bound": self.lower_bound,
-            "ratio": total / self.lower_bound if self.lower_bound else 1.0,
-            "received": spread(self.received), "sent": spread(self.sent), "from_network": spread(self.from_network),
-        }  # fmt: skip
+    total = sum(received.values())
+    return {
+        "total": total, **links, "lower_bound": bound, "ratio": total / bound if bound else 1.0,
+        "received": spread(received), "sent": spread(sent), "from_network": spread(from_network),
+    }  # fmt: skip
 
 
-def gathered(source: Layout, dims: ParallelDims, itemsize: int, ranks_per_node: int) -> Way:
+def planned(t: Traffic) -> dict[str, Any]:
+    return figures(t.received, t.sent, t.from_network, t.links, sum(t.lower_bound.values()))
+
+
+def gathered(source: Layout, dims: ParallelDims, itemsize: int, ranks_per_node: int) -> dict[str, Any]:
     """Whole tensors on every rank: a chain over PP, then a ring over TP (formulas in the module's docstring)."""
     model = sum(volume(whole(shape)) for shape in source.shapes.values()) * itemsize
     own: dict[int, int] = {}
@@ -170,7 +154,7 @@ def gathered(source: Layout, dims: ParallelDims, itemsize: int, ranks_per_node: 
             far[rank] += nbytes if sender // ranks_per_node != rank // ranks_per_node else 0
     network = sum(far.values())
     links = {"device": sum(own.values()), "node": sum(received.values()) - network, "network": network}
-    return Way(received, sent, far, links, sum(received.values()))
+    return figures(received, sent, far, links, sum(received.values()))
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -185,7 +169,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     for option, value in (("--ranks-per-node", args.ranks_per_node), ("--bucket-mb", args.bucket_mb)):
         if value < 1:
             raise ValueError(f"{option}: {value} is not a positive number")
-    spec, dtype = read_spec(args.model), Dtype(ITEMSIZES[args.dtype])
+    # as much of a dtype as a plan needs: torch takes longer to import than the plan to make
+    spec, dtype = read_spec(args.model), SimpleNamespace(itemsize=ITEMSIZES[args.dtype])
     begin = time.perf_counter()
     source = megatron_layout(spec, dims)
     shape = dict(tp=engine["tp"], pp=engine["pp"], replicas=dims.world // size)
@@ -210,9 +195,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "rounds": made.rounds,
         "seconds": seconds,
         "ways": {
-            "this plan": Way.of(made).figures(),
-            "gather, then slice": gathered(source, dims, dtype.itemsize, args.ranks_per_node).figures(),
-            "fused tensors whole": Way.of(fused).figures(),
+            "this plan": planned(made),
+            "gather, then slice": gathered(source, dims, dtype.itemsize, args.ranks_per_node),
+            "fused tensors whole": planned(fused),
         },
     }
 

@@ -305,8 +305,18 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = opt(KLControlConfig, "coefficient of that KL")
 
 
-#: what can be run: the module of each task (its ``TASK``), which is imported when the task runs
-TASKS = {"rl": "rlscale.loop.step"}
+class TaskEntry(NamedTuple):
+    """Where a task is: its ``module`` has a `rlscale.loop.tasks.Task` as ``TASK``, and is imported when the task runs.
+
+    ``generates``: it samples from engines (``rollout``) and scores (``reward``); the engines start before the import.
+    """
+
+    module: str
+    generates: bool
+
+
+#: what can be run
+TASKS = {"rl": TaskEntry("rlscale.loop.rl", generates=True)}
 
 
 @dataclass

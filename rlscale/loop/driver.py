@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlscale.cluster.device import Device
+from rlscale.config.paths import resolve_folder
 from rlscale.loop import report
 from rlscale.loop.build import build
 from rlscale.loop.configure import Checked
-from rlscale.loop.export import export_folder, export_policy
-from rlscale.loop.run import Run
+from rlscale.loop.run import Run, trained
 from rlscale.loop.schedule import due, exports, saves
 from rlscale.loop.stopping import Stopped
 from rlscale.loop.tasks import Task, load
+from rlscale.reshard.hf_export import export_hf
 from rlscale.rollout.backend import Backend
 
 
@@ -54,7 +56,7 @@ class Driver:
             self.steps()
         except Stopped as stop:
             run.writer.flush()
-            saved = run.checkpoints.save_stopped(state, run.trained)
+            saved = run.checkpoints.save_stopped(state, trained(run.models))
             run.watch.state_saved()
             if stop.by_limit and state.step == began:  # to start it again and again would never get anywhere
                 raise RuntimeError(
@@ -75,11 +77,11 @@ class Driver:
         """
         run, state, trainer = self.run, self.run.state, self.run.cfg.trainer
         last = state.step == run.total_steps
-        if trainer.val_before_train and state.step == 0:
-            self.task.validate(run, 0)
+        if trainer.val_before_train and state.step == 0 and run.val is not None:
+            run.writer.log(0, self._validate(0))
         if state.unfinished is not None:
             self._finish(state.step, state.unfinished, save=trainer.save_freq >= 0)  # at once: it is recorded now
-        elif run.resumed and exports(run.cfg, state.step, last) and not export_folder(run.cfg, state.step).exists():
+        elif run.resumed and exports(run.cfg, state.step, last) and not self._export_folder().exists():
             self._export()  # the run ended between its checkpoint and this
         for step in range(state.step + 1, run.total_steps + 1):
             metrics = self.task.step(run, step)
@@ -97,24 +99,39 @@ class Driver:
         run, state, trainer = self.run, self.run.state, self.run.cfg.trainer
         last = step == run.total_steps
         state.step, state.unfinished = step, metrics
-        if run.val and trainer.test_freq >= 0 and (last or due(step, trainer.test_freq)):
+        if run.val is not None and trainer.test_freq >= 0 and (last or due(step, trainer.test_freq)):
             run.watch.raise_if_stopped()  # before engines that a launcher may have ended are used
-            metrics = metrics | self.task.validate(run, step)
+            metrics = metrics | self._validate(step)
         state.unfinished = None
         run.writer.log(step, metrics)
         run.progress.step(step, metrics)
         if save:
             run.phase(step, "save")
             run.writer.flush()  # what the checkpoint says has happened is on the disk before the checkpoint is
-            run.checkpoints.save(state, run.trained, metrics)
+            run.checkpoints.save(state, trained(run.models), metrics)
         if exports(run.cfg, step, last):
             self._export()
         if not last:
             run.watch.raise_if_stopped()
 
+    def _validate(self, step: int) -> dict[str, float]:
+        run = self.run
+        run.phase(step, "validate")
+        metrics = self.task.validate(run, step)
+        numbers = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
+        run.progress.message(f"validation at step {step}: {numbers}")
+        run.progress.restart_clock()
+        return metrics
+
+    def _export_folder(self) -> Path:
+        return Path(self.run.cfg.trainer.run_dir) / "export" / f"step_{self.run.state.step:06d}"
+
     def _export(self) -> None:
-        run, step = self.run, self.run.state.step
+        """Write the task's first model as a Hugging Face folder that transformers and vLLM open."""
+        run, step, folder = self.run, self.run.state.step, self._export_folder()
         run.phase(step, "export")
-        folder = export_policy(run.cfg, run.actor, step)
-        run.progress.message(f"exported the policy of step {step} to {folder}")
+        role, engine = next(iter(run.models.items()))
+        origin = resolve_folder(run.cfg.model.path)
+        export_hf(folder, engine.layout, engine.tensors(), reference_folder=origin, dtype=engine.dtype)
+        run.progress.message(f"exported the {'policy' if role == 'actor' else role} of step {step} to {folder}")
         run.progress.restart_clock()

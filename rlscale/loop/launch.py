@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         return 0
     from rlscale.cluster.device import init_distributed, prepare_process
     from rlscale.cluster.process import end_after_signal, follow_launcher
-    from rlscale.rollout.vllm.client import start_early
+    from rlscale.config.schema import TASKS
 
     follow_launcher()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run watches for them itself
@@ -64,7 +64,10 @@ def main(argv: list[str]) -> int:
     try:
         trainer = checked.cfg.trainer
         prepare_process(checked.kind)
-        engine = start_early(checked.cfg, checked.kind)
+        if TASKS[checked.cfg.task].generates:
+            from rlscale.rollout.vllm.client import start_early
+
+            engine = start_early(checked.cfg, checked.kind)
         device = init_distributed(checked.kind, trainer.collective_timeout_s, trainer.deterministic)
         from rlscale.loop.driver import train
 

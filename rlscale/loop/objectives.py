@@ -15,6 +15,7 @@ from torch import Tensor
 from rlscale.algo.entropy import entropy_sum
 from rlscale.algo.kl import kl_loss
 from rlscale.algo.policy_loss import POLICY_LOSSES, policy_loss, prepare
+from rlscale.algo.segments import any_valid
 from rlscale.algo.value_loss import value_loss
 from rlscale.batch.types import LossFn, ModelOut, PackedBatch
 from rlscale.config.schema import ActorConfig, CriticConfig
@@ -25,7 +26,7 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = Non
 
     ``current``: ``[T]`` log-probs of ``mini`` under the policy as it is now (`current_logprobs`); None: the old ones.
     """
-    args = dict(cfg.policy_loss_args)
+    args = {"clip_low": cfg.clip_ratio_low, "clip_high": cfg.clip_ratio_high, **cfg.policy_loss_args}
     statistic: dict[str, float] = {}
     needs = POLICY_LOSSES.find(cfg.policy_loss).needs
     assert mini.advantages is not None
@@ -37,8 +38,6 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = Non
             advantages=mini.advantages,
             mask=mini.mask,
             cu_seqlens=mini.cu_seqlens,
-            clip_low=cfg.clip_ratio_low,
-            clip_high=cfg.clip_ratio_high,
             **args,
         )
 
@@ -54,8 +53,6 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = Non
             mask=micro.mask,
             weights=micro.weights,
             cu_seqlens=micro.cu_seqlens,
-            clip_low=cfg.clip_ratio_low,
-            clip_high=cfg.clip_ratio_high,
             clip_c=cfg.clip_ratio_c,
             ref_logprobs=micro.ref_logprobs if "ref_logprobs" in needs else None,
             statistic=statistic,
@@ -105,21 +102,11 @@ def critic_loss(cfg: CriticConfig) -> LossFn:
     return loss_fn
 
 
-def contributing_rows(cfg: ActorConfig, batch: PackedBatch) -> Tensor:
-    """[b] rows that can change the policy: a response with no advantage, no KL and no entropy term need not be
-    computed.
-    """
-    rows = torch.arange(batch.num_samples)
+def contributing_samples(cfg: ActorConfig, batch: PackedBatch) -> Tensor:
+    """[b] int64: samples that can change the policy; one without advantage, KL or entropy term need not be computed."""
     skips = POLICY_LOSSES.find(cfg.policy_loss).zero_at_zero_advantage
     if not skips or cfg.use_kl_loss or cfg.entropy_coeff:
-        return rows
+        return torch.arange(batch.num_samples)
     assert batch.advantages is not None and batch.weights is not None
     live = (batch.advantages != 0) & (batch.weights != 0)
-    count = torch.zeros(batch.num_samples, dtype=torch.int64)
-    owner = torch.repeat_interleave(rows, batch.response_lengths)
-    return rows[count.index_add_(0, owner, live.long()) > 0]
-
-
-def actor_trains(step: int, critic_warmup: int) -> bool:
-    """Whether the actor is updated in this step (1 is the first): not in the first ``critic_warmup`` steps."""
-    return step > critic_warmup
+    return any_valid(live, batch.cu_seqlens).nonzero().flatten()

@@ -30,7 +30,7 @@ def spread(prefix: str, values: Tensor) -> dict[str, float]:
     }
 
 
-def batch_metrics(run: Run, trajectories: list[Trajectory], batch: PackedBatch) -> dict[str, float]:
+def batch_metrics(trajectories: list[Trajectory], batch: PackedBatch) -> dict[str, float]:
     """Lengths, scores, advantages and group contrast of one rollout batch."""
     own = batch.mask != 0
     lengths = batch.response_lengths
@@ -68,55 +68,41 @@ def batch_metrics(run: Run, trajectories: list[Trajectory], batch: PackedBatch) 
     return out
 
 
-def _ratio(records: list[dict[str, float]], name: str, over: str) -> float | None:
-    total = sum(r.get(over, 0.0) for r in records)
-    found = any(name in r for r in records)
-    return sum(r.get(name, 0.0) for r in records) / total if found and total else None
-
-
-def _mean(records: list[dict[str, float]], name: str) -> float | None:
-    values = [r[name] for r in records if name in r]
-    return sum(values) / len(values) if values else None
-
-
-def _known(metrics: dict[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if value is not None}
+def _update_metrics(
+    role: str, records: list[dict[str, float]], per_token: tuple[str, ...], per_step: tuple[str, ...]
+) -> dict[str, float]:
+    """Of a model's optimizer steps: means over the tokens that were computed, means over steps, the last learning rate,
+    and the steps that were left out because loss or gradient was not finite. What no step has is left out."""
+    out = {}
+    tokens = sum(r.get("tokens", 0.0) for r in records)
+    for name in per_token:
+        if tokens and any(name in r for r in records):
+            out[name] = sum(r.get(name, 0.0) for r in records) / tokens
+    for name in per_step:
+        values = [r[name] for r in records if name in r]
+        if values:
+            out[name] = sum(values) / len(values)
+    out |= {"lr": records[-1]["lr"], "skipped_steps": sum(r.get("skipped", 0.0) for r in records)}
+    return {f"{role}/{name}": value for name, value in out.items()}
 
 
 def actor_metrics(records: list[dict[str, float]]) -> dict[str, float]:
     """Losses are means over optimizer steps; per-token figures are means over the tokens that were computed."""
-    out: dict[str, float | None] = {
-        f"actor/{name}": _ratio(records, name, "tokens")
-        for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "ref_kl")
-    }
-    out |= {f"actor/{name}": _mean(records, name) for name in ("pg_loss", "kl_loss", "grad_norm")}
-    return _known(out | {"actor/lr": records[-1]["lr"], "actor/skipped_steps": _skipped(records)})
-
-
-def _skipped(records: list[dict[str, float]]) -> float:
-    """Optimizer steps of this step that were left out because loss or gradient was not finite."""
-    return sum(r.get("skipped", 0.0) for r in records)
+    per_token = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "ref_kl")
+    return _update_metrics("actor", records, per_token, ("pg_loss", "kl_loss", "grad_norm"))
 
 
 def critic_metrics(records: list[dict[str, float]], batch: PackedBatch) -> dict[str, float]:
     """The value loss, and how much of the variance of the returns the old values explain."""
     assert batch.values is not None and batch.returns is not None
-    return _known(
-        {
-            "critic/vf_loss": _mean(records, "vf_loss"),
-            "critic/vf_clipfrac": _ratio(records, "vf_clipfrac", "tokens"),
-            "critic/vf_explained_var": explained_variance(batch.values, batch.returns, batch.mask),
-            "critic/grad_norm": _mean(records, "grad_norm"),
-            "critic/lr": records[-1]["lr"],
-            "critic/skipped_steps": _skipped(records),
-        }
-    )
+    explained = explained_variance(batch.values, batch.returns, batch.mask)
+    metrics = _update_metrics("critic", records, ("vf_clipfrac",), ("vf_loss", "grad_norm"))
+    return metrics | {"critic/vf_explained_var": explained}
 
 
-def timing(run: Run, timers: Timers, batch: PackedBatch) -> dict[str, float]:
-    """timing_s/* of the step and tokens (prompt + response) a second of the whole job."""
+def timing(run: Run, timers: Timers, tokens: float) -> dict[str, float]:
+    """timing_s/* of a step of so many tokens (prompt + response), and tokens per second of the whole job."""
     out = timers.take()
-    tokens = float(batch.prompt_lengths[batch.group].sum() + batch.response_lengths.sum())
     run.state.tokens_seen += int(tokens)
     out["perf/throughput"] = tokens / out["timing_s/step"]
     out["perf/total_tokens"] = float(run.state.tokens_seen)
@@ -132,11 +118,12 @@ def rollouts(run: Run, step: int, trajectories: list[Trajectory], batch: PackedB
     rows = []
     for i, t in enumerate(trajectories):
         span = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
-        rows.append(_row(t) | {"advantage": [round(a, 6) for a in batch.advantages[span].tolist()]})
+        rows.append(record(t) | {"advantage": [round(a, 6) for a in batch.advantages[span].tolist()]})
     run.writer.rollouts(step, rows)
 
 
-def _row(t: Trajectory) -> dict[str, Any]:
+def record(t: Trajectory) -> dict[str, Any]:
+    """A response as a line of rollouts/*.jsonl."""
     return {
         "prompt_index": t.prompt_index,
         "sample_index": t.sample_index,
@@ -149,17 +136,6 @@ def _row(t: Trajectory) -> dict[str, Any]:
         "reward": t.reward,
         "reward_error": t.reward_error,
     }
-
-
-def validation(run: Run, step: int, trajectories: list[Trajectory], metrics: dict[str, float]) -> None:
-    """rollouts/val_*.jsonl and a line on the screen; before the first step also a record of its own (step 0)."""
-    run.writer.rollouts(step, [_row(t) for t in trajectories], kind="val")
-    run.progress.message(
-        f"validation at step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
-    )
-    run.progress.restart_clock()
-    if step == 0:
-        run.writer.log(0, metrics)
 
 
 def finish(run: Run) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rlscale.cluster.device import Device
 from rlscale.config.schema import Config
-from rlscale.data.dataset import PromptData
 from rlscale.loop.checkpoint import CheckpointManager
 from rlscale.loop.run_state import RunState
 from rlscale.loop.stopping import Watch
@@ -26,8 +26,10 @@ class Run:
     Attributes:
         started: `time.monotonic` when the program began.
         resumed: it continues from a checkpoint.
-        models: actor, and reference and critic where the algorithm uses them.
-        pool: on rollout leaders.
+        val: the task's held-out data, if it has any.
+        models: the task's, by role.
+        engines: of a task that generates.
+        pool: of such a task, on rollout leaders.
         open_parts: closes what has processes, files or a display.
     """
 
@@ -37,15 +39,20 @@ class Run:
     resumed: bool
     total_steps: int
     state: RunState
-    val: PromptData | None
+    val: Any
     models: dict[str, Engine]
-    rollout: Rollout
+    engines: Rollout | None
     pool: RewardPool | None
     writer: RunWriter
     progress: Progress
     checkpoints: CheckpointManager
     watch: Watch
     open_parts: contextlib.ExitStack
+
+    @property
+    def rollout(self) -> Rollout:
+        assert self.engines is not None, "the task does not generate"
+        return self.engines
 
     @property
     def actor(self) -> Engine:
@@ -58,11 +65,6 @@ class Run:
     @property
     def critic(self) -> Engine | None:
         return self.models.get("critic")
-
-    @property
-    def trained(self) -> dict[str, Engine]:
-        """The models that are trained, by role."""
-        return trained(self.models)
 
     def phase(self, step: int, name: str) -> None:
         """Tell the user and the other ranks what this rank begins to do."""
@@ -82,12 +84,6 @@ class Run:
         yield
         self._release_device()
 
-    @contextlib.contextmanager
-    def using(self, engine: Engine) -> Iterator[None]:
-        """One model has the device while the trainer does: it leaves it after."""
-        yield
-        engine.release_device()
-
     def sync(self) -> dict[str, float]:
         """Give the actor's weights to the engines, which wake; its optimizer state leaves the device first."""
         self.actor.release_device(parameters=False)
@@ -104,4 +100,4 @@ class Run:
 
 def trained(models: dict[str, Engine]) -> dict[str, Engine]:
     """Those of the models that are trained, by role."""
-    return {role: engine for role, engine in models.items() if role != "reference"}
+    return {role: engine for role, engine in models.items() if engine.optim is not None}

@@ -7,13 +7,29 @@ seed, step, prompt and sample; which checkpoint is the best is read from the mar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from rlscale.algo.kl import FixedKL
-    from rlscale.data.dataset import PromptData
-    from rlscale.rollout.rollout import Rollout
+
+class Stateful(Protocol):
+    """A part of a run that resumes from its state: plain values (JSON), the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Raises ValueError where the state belongs to something else."""
+
+
+class Batches(Stateful, Protocol):
+    """Training data, with a position in them that a step moves when it is done (`rlscale.data.dataset.PromptData`)."""
+
+    def __len__(self) -> int:
+        """Samples of an epoch, of which a step takes ``data.train_batch_size``."""
+
+    def peek(self) -> list[Any]:
+        """The next batch. `advance` goes on."""
+
+    def advance(self) -> None: ...
 
 
 @dataclass
@@ -21,17 +37,15 @@ class RunState:
     """Where a run is.
 
     Attributes:
-        data: the training prompts, and the position in them.
-        kl_controller: of the KL coefficient in the reward.
-        rollout: counts the engines it has replaced, of which a run allows some, and the samples lost with them.
+        data: the training data, and the position in them.
+        parts: what else resumes, by its key: what the task names, and ``rollout``.
         step: steps done.
         unfinished: metrics of the last of them while it is not yet validated and recorded.
         tokens_seen: prompts and responses of all steps.
     """
 
-    data: PromptData
-    kl_controller: FixedKL
-    rollout: Rollout
+    data: Batches
+    parts: dict[str, Stateful] = field(default_factory=dict)
     step: int = 0
     unfinished: dict[str, float] | None = None
     tokens_seen: int = 0
@@ -42,19 +56,17 @@ class RunState:
             "step": self.step,
             "unfinished": self.unfinished and {name: float(value) for name, value in self.unfinished.items()},
             "data": self.data.state_dict(),
-            "kl_controller": self.kl_controller.state_dict(),
             "tokens_seen": self.tokens_seen,
-            "rollout": {"restarts": self.rollout.restarts, "resampled": self.rollout.resampled},
+            **{name: part.state_dict() for name, part in self.parts.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state_dict` returned.
+        """Resume from what `state_dict` returned. A part that is not in it, because it is newer, stays as it is.
 
         Raises:
             ValueError: it belongs to other data.
         """
         self.step, self.unfinished, self.tokens_seen = state["step"], state.get("unfinished"), state["tokens_seen"]
         self.data.load_state_dict(state["data"])
-        self.kl_controller.load_state_dict(state["kl_controller"])
-        lost = state.get("rollout", {})
-        self.rollout.restarts, self.rollout.resampled = lost.get("restarts", 0), lost.get("resampled", 0)
+        for name in self.parts.keys() & state.keys():
+            self.parts[name].load_state_dict(state[name])

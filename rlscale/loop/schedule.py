@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from rlscale.algo.needs import uses_critic
 from rlscale.batch.minibatch import num_mini_batches
 from rlscale.config.schema import Config
 from rlscale.train.schedule import warmup_steps
+
+if TYPE_CHECKING:
+    from rlscale.train.engine import Engine
 
 
 def planned_steps(cfg: Config, prompts: int) -> int:
@@ -14,25 +20,29 @@ def planned_steps(cfg: Config, prompts: int) -> int:
     return cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
 
 
-def optimizer_steps(cfg: Config, steps: int) -> dict[str, int]:
-    """Optimizer steps of a run of so many steps, by role; the critic's sizes are the actor's where it has none."""
-    actor, critic, prompts = cfg.actor, cfg.critic, cfg.data.train_batch_size
-    size, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
-    counts = {"actor": steps * num_mini_batches(prompts, size, epochs)}
+def update_sizes(cfg: Config) -> dict[str, tuple[int, int]]:
+    """Prompts of a mini-batch, and epochs, by trained role; the critic's are the actor's where it has none."""
+    size, epochs = cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs
+    sizes = {"actor": (size, epochs)}
     if uses_critic(cfg):
-        size, epochs = critic.ppo_mini_batch_size or size, critic.ppo_epochs or epochs
-        counts["critic"] = steps * num_mini_batches(prompts, size, epochs)
-    return counts
+        sizes["critic"] = cfg.critic.ppo_mini_batch_size or size, cfg.critic.ppo_epochs or epochs
+    return sizes
 
 
-def unreached_learning_rates(cfg: Config, steps: int) -> list[str]:
-    """What to say about learning rates that a run of so many steps never reaches."""
-    optim = {"actor": cfg.actor.optim, "critic": cfg.critic.optim}
+def optimizer_steps(cfg: Config, steps: int) -> dict[str, int]:
+    """Optimizer steps of a run of so many steps, by trained role."""
+    prompts = cfg.data.train_batch_size
+    return {role: steps * num_mini_batches(prompts, *sizes) for role, sizes in update_sizes(cfg).items()}
+
+
+def unreached_learning_rates(models: Mapping[str, Engine]) -> list[str]:
+    """What to say about learning rates of the trained models, by role, that a run never reaches."""
+    warmups = {role: warmup_steps(engine.optim, engine.total_steps) for role, engine in models.items() if engine.optim}
     return [
-        f"{role}.optim: the warm-up of {warmup_steps(optim[role], count)} optimizer steps is longer than the run "
-        f"({count}); the learning rate never reaches {optim[role].lr:g}"
-        for role, count in optimizer_steps(cfg, steps).items()
-        if warmup_steps(optim[role], count) > count
+        f"{role}.optim: the warm-up of {steps} optimizer steps is longer than the run ({models[role].total_steps}); "
+        f"the learning rate never reaches {models[role].optim.lr:g}"  # type: ignore[union-attr]
+        for role, steps in warmups.items()
+        if steps > models[role].total_steps
     ]
 
 

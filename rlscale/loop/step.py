@@ -1,40 +1,28 @@
-"""Reinforcement learning: one step reads as the algorithm."""
+"""One step of reinforcement learning, which reads as the algorithm."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 
 from rlscale.algo.advantages import estimate_advantages
+from rlscale.algo.kl import FixedKL
 from rlscale.algo.needs import uses_old_logprobs
 from rlscale.algo.reward_shaping import kl_in_reward, place_rewards
 from rlscale.batch.minibatch import mini_batches
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import Config
-from rlscale.data.dataset import PromptData
 from rlscale.loop import report
-from rlscale.loop.exchange import exchange
-from rlscale.loop.objectives import actor_loss, actor_trains, contributing_rows, critic_loss, current_logprobs
+from rlscale.loop.exchange import sample
+from rlscale.loop.objectives import actor_loss, contributing_samples, critic_loss, current_logprobs
 from rlscale.loop.run import Run
-from rlscale.loop.schedule import due, optimizer_steps
-from rlscale.loop.tasks import Task
-from rlscale.loop.validation import validate
+from rlscale.loop.schedule import due, optimizer_steps, update_sizes
 from rlscale.observe.timers import Timers
 from rlscale.rollout.sampling import Sampling
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-def load_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptData, PromptData | None]:
-    """Training and held-out prompts."""
-    seed = cfg.trainer.seed
-    data = PromptData(cfg.data.train, cfg.data, tokenizer, cfg.data.train_batch_size, seed, cfg.data.shuffle)
-    val = PromptData(cfg.data.val, cfg.data, tokenizer, None, seed, False, "data.val") if cfg.data.val else None
-    return data, val
 
 
 def train_step(run: Run, step: int) -> dict[str, float]:
@@ -47,9 +35,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     with timers("step"):
         prompts = run.state.data.peek()
         with timers("gen"), run.generating():
-            mine = rollout.generate(prompts, train_sampling(cfg, step), run.pool)
-            run.watch.raise_if_stopped()
-            trajectories = exchange(mine, len(prompts) * cfg.rollout.n)
+            trajectories = sample(run, prompts, train_sampling(cfg, step))
         with run.training():
             batch = pack(trajectories)
             check_scores(trajectories, step)
@@ -61,9 +47,10 @@ def train_step(run: Run, step: int) -> dict[str, float]:
             with timers("adv"):
                 metrics |= advantages(run, batch)
             if run.critic is not None:
-                with timers("update_critic"), run.using(run.critic):
+                with timers("update_critic"):
                     metrics |= update_critic(run, batch, step)
-            trained = actor_trains(step, cfg.trainer.critic_warmup)
+                    run.critic.release_device()
+            trained = step > cfg.trainer.critic_warmup
             if trained:
                 with timers("update_actor"):
                     metrics |= update_actor(run, batch, step)
@@ -74,7 +61,8 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     report.rollouts(run, step, trajectories, batch)
     if rollout.restarts:
         metrics |= {"rollout/engine_restarts": rollout.restarts, "rollout/resampled": rollout.resampled}
-    return {**metrics, **report.batch_metrics(run, trajectories, batch), **report.timing(run, timers, batch)}
+    metrics |= report.batch_metrics(trajectories, batch)
+    return metrics | report.timing(run, timers, metrics["batch/num_tokens"])
 
 
 def train_sampling(cfg: Config, step: int) -> Sampling:
@@ -139,8 +127,9 @@ def _log_probs(run: Run, batch: PackedBatch, step: int, timers: Timers) -> dict[
             metrics = compare_logprobs(cfg, batch, current, step)
         batch.old_logprobs = current if needed else None
     if run.reference is not None:
-        with timers("ref"), run.using(run.reference):
+        with timers("ref"):
             batch.ref_logprobs, _ = run.reference.logprobs(batch)
+            run.reference.release_device()
     return metrics
 
 
@@ -151,7 +140,8 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     batch.token_rewards = place_rewards(batch.rewards, batch.mask, batch.cu_seqlens)
     if algo.use_kl_in_reward:
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-        coef = run.state.kl_controller.coef
+        controller = cast(FixedKL, run.state.parts["kl_controller"])
+        coef = controller.coef
         batch.token_rewards, mean_kl = kl_in_reward(
             batch.token_rewards,
             batch.old_logprobs,
@@ -161,7 +151,7 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
             kind=algo.kl_penalty,
             beta=coef,
         )
-        run.state.kl_controller.update(mean_kl, batch.num_samples)
+        controller.update(mean_kl, batch.num_samples)
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
     out = estimate_advantages(
         algo.adv_estimator,
@@ -181,23 +171,24 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     return metrics | {f"group/{name}": value for name, value in out.metrics.items()}
 
 
-def _shuffle_seed(cfg: Config, step: int) -> tuple[int, int] | None:
-    return (cfg.trainer.seed, step) if cfg.actor.shuffle else None
+def _mini_batches(run: Run, batch: PackedBatch, step: int, role: str, scale: float) -> Iterator[PackedBatch]:
+    """The mini-batches of a trained model, with their loss weights; ``scale``: C of seq-mean-token-sum-norm."""
+    size, epochs = update_sizes(run.cfg)[role]
+    mode = run.cfg.critic.loss_agg_mode if role == "critic" else run.cfg.actor.loss_agg_mode
+    seed = (run.cfg.trainer.seed, step) if run.cfg.actor.shuffle else None
+    for samples in mini_batches(batch, size, epochs, seed):
+        mini = batch.select(samples)
+        mini.weights = loss_weights(mini.mask, mini.cu_seqlens, mode, scale_factor=scale)
+        yield mini
 
 
 def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     """Optimizer steps of the policy over the mini-batches."""
     actor = run.cfg.actor
     records: list[dict[str, float]] = []
-    for samples in mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs, _shuffle_seed(run.cfg, step)):
-        mini = batch.select(samples)
-        mini.weights = loss_weights(
-            mini.mask,
-            mini.cu_seqlens,
-            actor.loss_agg_mode,
-            scale_factor=actor.loss_scale_factor or run.cfg.data.max_response_length,
-        )
-        live = mini.select(contributing_rows(actor, mini))
+    scale = actor.loss_scale_factor or run.cfg.data.max_response_length
+    for mini in _mini_batches(run, batch, step, "actor", scale):
+        live = mini.select(contributing_samples(actor, mini))
         loss = actor_loss(actor, mini, current_logprobs(actor, mini, bool(records), run.actor.logprobs))
         records.append(run.actor.update(live, loss, entropy=True, entropy_grad=actor.entropy_coeff != 0))
     return report.actor_metrics(records)
@@ -205,17 +196,7 @@ def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
 
 def update_critic(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     """Optimizer steps of the value model over its mini-batches."""
-    cfg, actor = run.cfg.critic, run.cfg.actor
     assert run.critic is not None
-    records = []
-    size, epochs = cfg.ppo_mini_batch_size or actor.ppo_mini_batch_size, cfg.ppo_epochs or actor.ppo_epochs
-    for samples in mini_batches(batch, size, epochs, _shuffle_seed(run.cfg, step)):
-        mini = batch.select(samples)
-        mini.weights = loss_weights(
-            mini.mask, mini.cu_seqlens, cfg.loss_agg_mode, scale_factor=float(run.cfg.data.max_response_length)
-        )
-        records.append(run.critic.update(mini, critic_loss(cfg)))
+    minis = _mini_batches(run, batch, step, "critic", float(run.cfg.data.max_response_length))
+    records = [run.critic.update(mini, critic_loss(run.cfg.critic)) for mini in minis]
     return report.critic_metrics(records, batch)
-
-
-TASK = Task(load_prompts, train_step, validate)

@@ -8,15 +8,13 @@ from collections import defaultdict
 from rlscale.algo.pass_at_k import best_at_k, majority_score
 from rlscale.batch.types import Trajectory
 from rlscale.loop import report
-from rlscale.loop.exchange import exchange
+from rlscale.loop.exchange import sample
 from rlscale.loop.run import Run
 from rlscale.rollout.sampling import Sampling
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
     """Sample and score the held-out prompts: mean, best and majority by data source."""
-    if run.val is None:
-        return {}
     cfg, started = run.cfg, time.time()
     r = cfg.rollout
     sampling = Sampling(
@@ -27,14 +25,10 @@ def validate(run: Run, step: int) -> dict[str, float]:
         max_tokens=cfg.data.max_response_length,
         seed=cfg.trainer.seed,
     )
-    prompts = run.val.prompts
-    run.phase(step, "validate")
-    mine = run.rollout.generate(prompts, sampling, run.pool)
-    run.watch.raise_if_stopped()
-    trajectories = exchange(mine, len(prompts) * r.val_n)
+    trajectories = sample(run, run.val.prompts, sampling)
     metrics = validation_metrics(trajectories, r.val_n)
     metrics["timing_s/testing"] = time.time() - started
-    report.validation(run, step, trajectories, metrics)
+    run.writer.rollouts(step, [report.record(t) for t in trajectories], kind="val")
     return metrics
 
 

@@ -281,6 +281,13 @@ class Rollout:
         self.weight_sync.describe()
         return True
 
+    def state_dict(self) -> dict[str, int]:
+        """Counts of a run that go on when it resumes."""
+        return {"restarts": self.restarts, "resampled": self.resampled}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.restarts, self.resampled = state["restarts"], state.get("resampled", 0)
+
     def sleep(self) -> None:
         """Give the engines' device memory to the trainer until the next `sync`.
 

@@ -13,7 +13,7 @@ from rlscale.algo.needs import registries, uses_critic, uses_old_logprobs, uses_
 from rlscale.batch.weights import loss_weights
 from rlscale.config import Config, find_violations, functions, load, save
 from rlscale.config.load import read
-from rlscale.loop.objectives import actor_loss, contributing_rows
+from rlscale.loop.objectives import actor_loss, contributing_samples
 from rlscale.reward import scorers, worker
 from rlscale.testing.batches import random_batch
 
@@ -61,7 +61,7 @@ def test_a_loss_from_a_path_goes_through_the_objectives() -> None:
     batch = random_batch(groups=2, n=2)
     batch.advantages = torch.zeros(batch.tokens.numel())
     batch.weights = loss_weights(batch.mask, batch.cu_seqlens, "token-mean")
-    assert contributing_rows(cfg.actor, batch).numel() == batch.num_samples  # it does not say that 0 gives 0
+    assert contributing_samples(cfg.actor, batch).numel() == batch.num_samples  # it does not say that 0 gives 0
     batch.old_logprobs = torch.full((batch.tokens.numel(),), -1.0)
     now = torch.full_like(batch.old_logprobs, -0.5).requires_grad_()
     loss, sums = actor_loss(cfg.actor, batch)(SimpleNamespace(logprobs=now, entropy=None, values=None), batch)

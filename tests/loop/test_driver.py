@@ -9,7 +9,7 @@ import pytest
 
 from rlscale.config.schema import Config
 from rlscale.loop.driver import Driver
-from rlscale.loop.schedule import unreached_learning_rates
+from rlscale.loop.schedule import optimizer_steps, unreached_learning_rates
 from rlscale.loop.stopping import Stopped
 
 TASK: Any = None  # these tests take no step
@@ -31,7 +31,7 @@ def test_how_a_stop_ends(
     lines: list[str] = []
     run: Any = SimpleNamespace(
         state=SimpleNamespace(step=0),
-        trained={},
+        models={},
         writer=SimpleNamespace(flush=lambda: None),
         checkpoints=SimpleNamespace(save_stopped=lambda *_: saved),
         watch=SimpleNamespace(state_saved=lambda: None),
@@ -60,7 +60,7 @@ def test_the_record_is_on_the_disk_before_the_checkpoint_says_so() -> None:
         total_steps=1,
         state=SimpleNamespace(step=0, unfinished=None),
         val=None,
-        trained={},
+        models={},
         phase=lambda step, name: calls.append(name),
         writer=SimpleNamespace(log=lambda *_: calls.append("log"), flush=lambda: calls.append("flush")),
         progress=SimpleNamespace(step=lambda *_: None),
@@ -75,11 +75,19 @@ def test_a_warm_up_that_outlasts_the_run_is_said() -> None:
     cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs = 8, 4, 2
     cfg.actor.optim.lr_warmup_steps, cfg.actor.optim.lr = 12, 1e-5
     cfg.critic.optim.lr_warmup_steps, cfg.critic.ppo_epochs = 4, 1
-    assert unreached_learning_rates(cfg, 3) == []  # 12 optimizer steps
-    [line] = unreached_learning_rates(cfg, 2)
+
+    def said(steps: int) -> list[str]:
+        models: Any = {
+            role: SimpleNamespace(optim=getattr(cfg, role).optim, total_steps=count)
+            for role, count in optimizer_steps(cfg, steps).items()
+        }
+        return unreached_learning_rates(models)
+
+    assert said(3) == []  # 12 optimizer steps
+    [line] = said(2)
     assert line == (
         "actor.optim: the warm-up of 12 optimizer steps is longer than the run (8); "
         "the learning rate never reaches 1e-05"
     )
     cfg.algorithm.adv_estimator = "gae"
-    assert [line.split(":")[0] for line in unreached_learning_rates(cfg, 1)] == ["actor.optim", "critic.optim"]
+    assert [line.split(":")[0] for line in said(1)] == ["actor.optim", "critic.optim"]

@@ -13,7 +13,7 @@ from rlscale.batch.types import Trajectory
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig
 from rlscale.loop import report
 from rlscale.loop import step as module
-from rlscale.loop.build import kl_controller
+from rlscale.loop.rl import state
 from rlscale.loop.run import Run
 from rlscale.loop.run_state import RunState
 from rlscale.loop.stopping import Stopped
@@ -84,7 +84,6 @@ def steps(
         rollout=RolloutConfig(n=2, logprob_check_freq=-1),
         algorithm=AlgorithmConfig(adv_estimator="gae"),
     )
-    monkeypatch.setattr(module, "exchange", lambda mine, expected: mine)
 
     def timing(run: Any, timers: Timers, batch: Any) -> dict[str, float]:
         if timed is not None:
@@ -102,10 +101,10 @@ def steps(
         started=0.0,
         resumed=False,
         total_steps=count,
-        state=RunState(data, kl_controller(cfg), rollout),
+        state=RunState(data, state(cfg)),
         val=None,
         models=models,
-        rollout=rollout,
+        engines=rollout,
         pool=None,
         writer=none,
         progress=Progress(count, rank=1),

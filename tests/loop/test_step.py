@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlscale.algo.kl import make_controller
 from rlscale.algo.policy_loss import policy_loss
 from rlscale.algo.reward_shaping import place_rewards
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, KLControlConfig
 from rlscale.loop.exchange import exchange
-from rlscale.loop.objectives import actor_loss, actor_trains, contributing_rows, current_logprobs
+from rlscale.loop.objectives import actor_loss, contributing_samples, current_logprobs
+from rlscale.loop.rl import state
 from rlscale.loop.step import advantages, check_scores, compare_logprobs
 from rlscale.loop.validation import validation_metrics
 from rlscale.testing.batches import random_batch
@@ -36,10 +36,6 @@ def test_reward_stands_at_the_last_token_of_the_policy() -> None:
         ]
     )
     assert place_rewards(batch.rewards, batch.mask, batch.cu_seqlens).tolist() == [0, 2, 0, 0, 0, 4]
-
-
-def test_warm_up_of_the_critic() -> None:
-    assert [actor_trains(s, 2) for s in (1, 2, 3)] == [False, False, True] and actor_trains(1, 0)
 
 
 def test_a_prompt_has_one_text() -> None:
@@ -68,7 +64,7 @@ def test_skipped_responses_would_not_have_moved_the_policy(loss: str) -> None:
     batch.weights = loss_weights(batch.mask, batch.cu_seqlens, "token-mean")
     logprobs = -torch.rand(batch.tokens.numel(), generator=torch.Generator().manual_seed(1))
     batch.old_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(2))
-    live = contributing_rows(cfg, batch)
+    live = contributing_samples(cfg, batch)
     assert 0 < live.numel() < batch.num_samples
     everything = gradient(cfg, batch, torch.arange(batch.num_samples), logprobs)
     assert everything.abs().sum() > 0
@@ -79,8 +75,8 @@ def test_skipped_responses_would_not_have_moved_the_policy(loss: str) -> None:
 def test_nothing_is_skipped_where_another_term_needs_it(key: str, value: Any) -> None:
     batch = random_batch(groups=2, n=2)
     batch.advantages = torch.zeros(batch.tokens.numel())
-    assert contributing_rows(ActorConfig(**{key: value}), batch).numel() == batch.num_samples
-    assert contributing_rows(ActorConfig(), batch).numel() == 0
+    assert contributing_samples(ActorConfig(**{key: value}), batch).numel() == batch.num_samples
+    assert contributing_samples(ActorConfig(), batch).numel() == 0
 
 
 @pytest.mark.parametrize("loss, args", [("kl_cov", {"kl_cov_ratio": 0.2}), ("clip_cov", {"clip_cov_ratio": 0.2})])
@@ -140,14 +136,14 @@ def test_kl_in_the_reward(kind: str) -> None:
     batch = pack([trajectory(0, 0, [1, 0, 1], 1.0), trajectory(0, 1, [1], 0.0)])
     batch.old_logprobs = torch.tensor([-1.0, float("nan"), -1.0, -1.0])
     batch.ref_logprobs = torch.tensor([-2.0, 0.0, -1.0, -1.5])
-    run: Any = SimpleNamespace(cfg=cfg, state=SimpleNamespace(kl_controller=make_controller(cfg.algorithm.kl_ctrl)))
+    run: Any = SimpleNamespace(cfg=cfg, state=SimpleNamespace(parts=state(cfg)))
     metrics = advantages(run, batch)
     assert batch.token_rewards.tolist() == pytest.approx([-0.5, 0.0, 1.0, -0.25])
     assert batch.advantages.tolist() == pytest.approx([0.5, 0.0, 1.0, -0.25])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)  # mean over rows of their token means
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     expected = {"fixed": 0.5, "adaptive": 0.5 * (1 + 0.2 * 2 / 100), "interval": 0.5 * (1 + 0.2 * 2 / 100)}
-    assert run.state.kl_controller.coef == pytest.approx(expected[kind])
+    assert run.state.parts["kl_controller"].coef == pytest.approx(expected[kind])
 
 
 def test_log_probs_that_disagree_end_the_run() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlscale.rollout.vllm.processes import last_error
 from rlscale.testing.models import tiny_model
