@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
@@ -127,6 +127,12 @@ def figures(
     }  # fmt: skip
 
 
+class Dtype(NamedTuple):
+    """As much of a dtype as a plan needs; torch takes longer to import than the plan to make."""
+
+    itemsize: int
+
+
 def planned(t: Traffic) -> dict[str, Any]:
     return figures(t.received, t.sent, t.from_network, t.links, sum(t.lower_bound.values()))
 
@@ -169,8 +175,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     for option, value in (("--ranks-per-node", args.ranks_per_node), ("--bucket-mb", args.bucket_mb)):
         if value < 1:
             raise ValueError(f"{option}: {value} is not a positive number")
-    # as much of a dtype as a plan needs: torch takes longer to import than the plan to make
-    spec, dtype = read_spec(args.model), SimpleNamespace(itemsize=ITEMSIZES[args.dtype])
+    spec, dtype = read_spec(args.model), Dtype(ITEMSIZES[args.dtype])
     begin = time.perf_counter()
     source = megatron_layout(spec, dims)
     shape = dict(tp=engine["tp"], pp=engine["pp"], replicas=dims.world // size)
