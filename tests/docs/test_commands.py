@@ -158,7 +158,7 @@ def run(words: tuple[str, ...], model: str, folder: Path, monkeypatch: pytest.Mo
         return
     command, _, target = shlex.join(words).partition(" '>' ")
     done = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert not target or done.stdout == (ROOT / target).read_text(encoding="utf-8")
