@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlscale.algo.kl import make_controller
 from rlscale.batch.types import Trajectory
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig
 from rlscale.loop import report
 from rlscale.loop import step as module
-from rlscale.loop.build import kl_controller
 from rlscale.loop.run import Run
 from rlscale.loop.run_state import RunState
 from rlscale.loop.stopping import Stopped
@@ -103,7 +103,7 @@ def steps(
         started=0.0,
         resumed=False,
         total_steps=count,
-        state=RunState(data, kl_controller(cfg), rollout),
+        state=RunState(data, make_controller(cfg.algorithm.kl_ctrl), rollout),
         val=None,
         models=models,
         rollout=rollout,
