@@ -156,7 +156,7 @@ def estimate_advantages(
     Args:
         token_rewards, mask: ``[T]``; cu_seqlens: ``[B+1]``; group: ``[B]`` integers, equal for responses to one prompt.
         components: ``[C, B]``, baselines: ``[B]`` (reward of a greedy response), others ``[T]``: where they are needed.
-        gamma: discount per policy token; lam: lambda of GAE; norm_by_std: divide by the group's deviation; args: its own.
+        gamma: discount per policy token; lam: lambda of GAE; norm_by_std: divide by the group's std; args: its own.
         on_invalid: a reward that is not finite is left out with a warning that names it (``exclude``), or an ``error``.
 
     Raises:
