@@ -156,9 +156,8 @@ def estimate_advantages(
     Args:
         token_rewards, mask: ``[T]``; cu_seqlens: ``[B+1]``; group: ``[B]`` integers, equal for responses to one prompt.
         components: ``[C, B]``, baselines: ``[B]`` (reward of a greedy response), others ``[T]``: where they are needed.
-        gamma: discount per policy token; lam: lambda of GAE; norm_by_std: divide by the group's deviation.
+        gamma: discount per policy token; lam: lambda of GAE; norm_by_std: divide by the group's std; args: its own.
         on_invalid: a reward that is not finite is left out with a warning that names it (``exclude``), or an ``error``.
-        args: of this estimator.
 
     Raises:
         ValueError: unknown estimator or argument, shapes that disagree, a needed input is missing, invalid reward,
@@ -192,17 +191,14 @@ def estimate_advantages(
 def _usable(
     rewards: Tensor, valid: Tensor, cu: Tensor, components: Tensor | None, on_invalid: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``valid`` ``[T]`` without sequences whose reward is not finite; which are usable, and the outcomes, ``[B]``; the
-    numbers of those left out.
-    """
+    """Tokens ``[T]`` of sequences with a finite reward; which are usable, and outcomes, ``[B]``; numbers left out."""
     outcome = row_sums(rewards, valid, cu)
     finite = torch.isfinite(outcome)
     if components is not None:
         finite &= torch.isfinite(components).all(0)
     invalid = (~finite).nonzero().squeeze(1)
     if invalid.numel():
-        found = f"sequences {invalid.tolist()[:20]}"
-        message = f"{invalid.numel()} of {outcome.numel()} rewards are not finite: {found}"
+        message = f"{invalid.numel()} of {outcome.numel()} rewards are not finite: sequences {invalid.tolist()[:20]}"
         if on_invalid == "error":
             raise ValueError(message)
         warnings.warn(message + "; they are left out", stacklevel=3)
@@ -220,8 +216,7 @@ def _check_needed(name: str, needs: Collection[str], valid: Tensor, per_token: I
             bad = (valid & ~torch.isfinite(x)).nonzero().squeeze(1).tolist()
             raise ValueError(f"{need} is not finite at {len(bad)} policy tokens, the first at {bad[:20]}")
     baselines = per_sequence["baselines"]
-    if baselines is not None and not bool(torch.isfinite(baselines).all()):
-        bad = (~torch.isfinite(baselines)).nonzero().squeeze(1).tolist()
+    if baselines is not None and (bad := (~torch.isfinite(baselines)).nonzero().squeeze(1).tolist()):
         raise ValueError(f"baselines are not finite: sequences {bad[:20]}")
 
 

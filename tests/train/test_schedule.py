@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rlscale.config import validate
+from rlscale.config import find_violations
 from rlscale.config.schema import ActorConfig, Config, OptimConfig
 from rlscale.train.schedule import learning_rate, warmup_steps
 
@@ -54,7 +54,7 @@ def test_a_run_of_one_step_learns(kind: str) -> None:
 
 def test_two_lengths_of_the_warm_up_are_a_contradiction() -> None:
     both = OptimConfig(lr_warmup_steps=3, lr_warmup_steps_ratio=0.1)
-    messages = validate.check(Config(actor=ActorConfig(optim=both)))
+    messages = [v.message for v in find_violations(Config(actor=ActorConfig(optim=both)))]
     assert any("actor.optim.lr_warmup_steps is 3 and actor.optim.lr_warmup_steps_ratio 0.1" in m for m in messages)
     for one in (OptimConfig(lr_warmup_steps=3), OptimConfig(lr_warmup_steps_ratio=0.1)):
-        assert not any("warmup" in m for m in validate.check(Config(actor=ActorConfig(optim=one))))
+        assert not any("warmup" in v.message for v in find_violations(Config(actor=ActorConfig(optim=one))))
