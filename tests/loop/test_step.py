@@ -182,6 +182,7 @@ def solo_exchange(count: int) -> int:
     return len(exchange([trajectory(0, i, [1], 0.0) for i in range(count)], 2))
 
 
+@pytest.mark.world
 def test_exchange_refuses_a_wrong_number() -> None:
     from tests import worlds
 

@@ -82,7 +82,7 @@ def rollout_with(**options: Any) -> Iterator[Any]:
     """A rollout over the ranks of the world, one `Engine` each, and the trainer's layout and tensors."""
     from rlscale.cluster.device import Device
     from rlscale.config.schema import Config
-    from rlscale.reshard import plan
+    from rlscale.reshard.plan import plan
     from rlscale.rollout.rollout import Rollout
 
     cfg = Config()

@@ -9,6 +9,8 @@ from rlscale.testing.batches import random_batch
 from rlscale.testing.models import tiny_model
 from tests.train.reference import check
 
+pytestmark = pytest.mark.world
+
 LAYOUTS = {  # name: world, tp, pp, ulysses, sequence parallel, ZeRO stage, ep
     "dp2-zero2": (2, 1, 1, 1, False, 2, 1),
     "dp2-zero1": (2, 1, 1, 1, False, 1, 1),
