@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from rlscale import cli
+from rlscale.config import schema
 from rlscale.config.load import read
 from rlscale.config.schema import Config
 from rlscale.data import files, tasks
@@ -46,18 +47,20 @@ RUN_BY = {
     f"{TRAIN} rollout.n=16 actor.optim.lr=1e-5": WHOLE,
     f"{TRAIN} actor.optim.lr=1e-5 rollout.n=16": WHOLE,
     f"{TRAIN} trainer.save_freq=20 trainer.resume_mode=auto": RESUME
-    + "test_interrupted_runs_end_as_if_they_had_not_been",
+    + "test_interrupted_and_damaged_runs_end_as_if_they_had_not_been",
+    "python -m pytest tests/e2e/test_resume.py -m exhaustive -k killed --kills 20 -s": RESUME
+    + "test_killed_runs_end_as_if_they_had_not_been",
     "rlscale plan --model CONFIG --source tp=8,pp=4,dp=8 --destination tp=4": COMMANDS_PY
     + "test_the_figures_of_a_plan_are_those_of_the_pages",
     f"{TRAIN} trainer.deterministic=true trainer.total_training_steps=3": RESUME
-    + "test_interrupted_runs_end_as_if_they_had_not_been",
+    + "test_interrupted_and_damaged_runs_end_as_if_they_had_not_been",
     f"{TRAIN} actor.parallel.zero_stage=1 actor.parallel.pipeline_model_parallel_size=2": RUNS
     + "test_layout_changes_nothing",
     f"{TRAIN} 'data.train=[{{files: [my.jsonl]}}]' 'data.val=[]' reward.scorer=my_reward.py:score": NEWCOMER,
     f"{TRAIN} trainer.resume_mode=auto trainer.total_training_steps=60 actor.parallel.zero_stage=1 "
     "actor.parallel.pipeline_model_parallel_size=2": NEWCOMER,
     "deepspeed --num_gpus 2 launchers/train.py --yaml yamls/ppo_cpu.yaml": RUNS
-    + "test_ppo_with_a_critic_and_a_flawed_scorer",
+    + "test_ppo_with_a_critic_and_a_flawed_scorer_outlives_an_engine",
     "deepspeed launchers/train.py --yaml my_run.yaml trainer.save_freq=20 trainer.resume_mode=auto "
     "trainer.stop_grace_s=100": COMMANDS_PY + "test_the_job_script_passes_the_signal_on_and_waits",
     "deepspeed --num_gpus 2 examples/minimal_grpo.py --yaml yamls/quickstart_cpu.yaml "
@@ -231,7 +234,8 @@ def test_the_figures_of_a_plan_are_those_of_the_pages(
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
 def test_a_python_block_runs_and_has_the_signatures_of_the_code(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that names files of the code shows functions of these files."""
-    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))  # in which a block registers
+    for module in (tasks, schema):  # in which a block registers
+        monkeypatch.setattr(module, "TASKS", dict(module.TASKS))
     flags = __future__.annotations.compiler_flag  # annotations may name what a reader need not import
     exec(compile(block.text, str(block), "exec", flags), {})
     homes = re.findall(r"\brlscale/\S+\.py\b", block.text)
