@@ -51,10 +51,11 @@ class Ended:
 
 @dataclass
 class Program:
-    """``deepspeed --num_gpus ranks launchers/train.py --yaml yaml overrides`` in a process group of its own."""
+    """``deepspeed --num_gpus ranks script --yaml yaml overrides`` in a process group of its own."""
 
     folder: Path
     overrides: dict[str, Any]
+    script: str = "launchers/train.py"
     yaml: str = "yamls/quickstart_cpu.yaml"
     ranks: int = 2
     environment: dict[str, str] = field(default_factory=dict)
@@ -75,7 +76,7 @@ class Program:
             str(self.ranks),
             "--master_port",
             str(free_port()),
-            "launchers/train.py",
+            self.script,
             "--yaml",
             self.yaml,
             *values,
@@ -125,6 +126,11 @@ class Program:
     @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
+
+    @property
+    def last_words(self) -> str:
+        """The end of its output, and every line that names an error: the first rank's comes long before the end."""
+        return "\n".join([self.output[-3000:], *(line for line in self.output.splitlines() if "rror: " in line)])
 
     def processes(self) -> dict[int, str]:
         """pid -> command line of all its processes."""

@@ -72,7 +72,7 @@ def killed(folder: Path, steps: int, moment: str, count: int, seconds: float) ->
     environment = striking(note, "die-all", call=moment, count=count, after_s=seconds)
     with Program(folder, settings(steps), environment=environment) as program:
         status = program.process.wait(180 * busy())
-        assert status in (0, -signal.SIGKILL), program.output[-3000:]
+        assert status in (0, -signal.SIGKILL), program.last_words
         mark = f"{MARK}={program.mark}"
         for line in leftovers.still_left(lambda: leftovers.left(mark, program.shm), GONE_WITHIN * busy()):
             assert line.startswith("file /dev/shm/"), line

@@ -38,7 +38,7 @@ class Mean:
 
 def data(cfg: Config, tokenizer: Any) -> Any:
     train = PromptData(cfg.data.train, cfg.data, tokenizer, cfg.data.train_batch_size, cfg.trainer.seed, True)
-    return TaskData(train, pack_texts(train.all()[:4]), f"data: {len(train)} texts")
+    return TaskData(train, pack_texts(train.prompts[:4]), f"data: {len(train)} texts")
 
 
 def models(checked: Any, device: Any, steps: int) -> dict[str, Any]:
