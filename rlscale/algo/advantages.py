@@ -5,7 +5,8 @@ whole batch that is given (global counts); a sequence without tokens, or with a 
 every statistic and has advantage 0; a group of one has no contrast, so its advantage is 0 in every group estimator;
 equal rewards give exactly 0. Arithmetic is in float64, the result has the dtype of the rewards.
 
-Rewards are per token; the outcome of a sequence is ``S_i = sum_t r_t`` over its policy tokens.
+Rewards are per token; the outcome of a sequence is ``S_i = sum_t r_t`` over its policy tokens. An estimator maps a
+`Batch`, where the shapes of the inputs stand, to advantages ``[T]`` and returns ``[T]``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from rlscale.algo.segments import (
     keep_valid,
     positive,
     reverse_scan,
-    row_counts,
-    row_sums,
+    sequence_counts,
+    sequence_sums,
     spread,
     whiten,
 )
@@ -38,6 +39,7 @@ from rlscale.algo.segments import (
 _GRPO = "Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783"
 _ABOVE_0 = {"eps": {"above": 0}}
 Inputs = dict[str, Tensor | None]
+Estimate = tuple[Tensor, Tensor]  # advantages [T], returns [T]
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Batch:
     @cached_property
     def lengths(self) -> Tensor:
         """``[B]`` float64 policy tokens."""
-        return row_counts(self.valid, self.cu)
+        return sequence_counts(self.valid, self.cu)
 
     @cached_property
     def r(self) -> Tensor:
@@ -115,9 +117,9 @@ class Batch:
         x = self.centred(score)
         return (self.per_group(x.square())[self.group] / (self.size - 1.0).clamp(min=1.0)).sqrt()
 
-    def to_tokens(self, row: Tensor) -> Tensor:
+    def to_tokens(self, x: Tensor) -> Tensor:
         """``[B]`` finite values -> ``[T]`` in the dtype of the result, 0 at tokens that take no part."""
-        return keep_valid(spread(row.to(self.dtype), self.cu), self.valid)
+        return keep_valid(spread(x.to(self.dtype), self.cu), self.valid)
 
     def discounted(self, gamma: float) -> Tensor:
         """``G_t = r_t + gamma G_next`` over policy tokens (others are no step and no discount). ``[T]``."""
@@ -148,7 +150,6 @@ def estimate_advantages(
     ref_logprobs: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     is_weights: Tensor | None = None,
-    on_invalid: str = "exclude",
     **args: Any,
 ) -> Advantages:
     """Advantages and returns of a whole batch under the named estimator.
@@ -157,10 +158,11 @@ def estimate_advantages(
         token_rewards, mask: ``[T]``; cu_seqlens: ``[B+1]``; group: ``[B]`` integers, equal for responses to one prompt.
         components: ``[C, B]``, baselines: ``[B]`` (reward of a greedy response), others ``[T]``: where they are needed.
         gamma: discount per policy token; lam: lambda of GAE; norm_by_std: divide by the group's std; args: its own.
-        on_invalid: a reward that is not finite is left out with a warning that names it (``exclude``), or an ``error``.
+
+    A reward that is not finite is left out, with a warning that names its sequence.
 
     Raises:
-        ValueError: unknown estimator or argument, shapes that disagree, a needed input is missing, invalid reward,
+        ValueError: unknown estimator or argument, shapes that disagree, a needed input that is missing or not finite,
             or an estimator from a path that returns something else.
     """
     algorithm = ADVANTAGES.find(name)
@@ -172,15 +174,15 @@ def estimate_advantages(
         per_token={"token_rewards": token_rewards, "mask": mask, **given},
         per_sequence={"group": group, "baselines": baselines},
     )
-    rows = cu_seqlens.numel() - 1
-    if components is not None and (components.dim() != 2 or components.shape[1] != rows):
-        raise ValueError(f"components has shape {tuple(components.shape)}, [C, {rows}] is needed: one each sequence")
+    size = cu_seqlens.numel() - 1
+    if components is not None and (components.dim() != 2 or components.shape[1] != size):
+        raise ValueError(f"components has shape {tuple(components.shape)}, [C, {size}] is needed: one per sequence")
     kwargs = ADVANTAGES.arguments(name, {"gamma": gamma, "lam": lam, "norm_by_std": norm_by_std}, args)
     valid = positive(mask)
     _check_needed(name, algorithm.needs, valid, given, per_sequence)
-    valid, usable, outcome, invalid = _usable(token_rewards, valid, cu_seqlens, components, on_invalid)
+    valid, usable, outcome, invalid = _usable(token_rewards, valid, cu_seqlens, components)
     dtype = token_rewards.dtype if token_rewards.is_floating_point() else torch.float32
-    group = torch.arange(rows, device=mask.device) if group is None else torch.unique(group, return_inverse=True)[1]
+    group = torch.arange(size, device=mask.device) if group is None else torch.unique(group, return_inverse=True)[1]
     batch = Batch(token_rewards, valid, cu_seqlens, group, usable, outcome, dtype, **given, **per_sequence)
     out = algorithm.function(batch, **kwargs)
     if not isinstance(out, tuple) or [getattr(x, "shape", None) for x in out] != [valid.shape] * 2:
@@ -188,19 +190,15 @@ def estimate_advantages(
     return Advantages(out[0].to(dtype), out[1].to(dtype), _group_metrics(batch, invalid))
 
 
-def _usable(
-    rewards: Tensor, valid: Tensor, cu: Tensor, components: Tensor | None, on_invalid: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _usable(rewards: Tensor, valid: Tensor, cu: Tensor, components: Tensor | None) -> tuple[Tensor, ...]:
     """Tokens ``[T]`` of sequences with a finite reward; which are usable, and outcomes, ``[B]``; numbers left out."""
-    outcome = row_sums(rewards, valid, cu)
+    outcome = sequence_sums(rewards, valid, cu)
     finite = torch.isfinite(outcome)
     if components is not None:
         finite &= torch.isfinite(components).all(0)
     invalid = (~finite).nonzero().squeeze(1)
     if invalid.numel():
         message = f"{invalid.numel()} of {outcome.numel()} rewards are not finite: sequences {invalid.tolist()[:20]}"
-        if on_invalid == "error":
-            raise ValueError(message)
         warnings.warn(message + "; they are left out", stacklevel=3)
         valid = valid & spread(finite, cu)
     return valid, finite & any_valid(valid, cu), outcome, invalid
@@ -233,7 +231,7 @@ def _group_metrics(b: Batch, invalid: Tensor) -> dict[str, float]:
 
 
 @ADVANTAGES.register("gae", needs={"values"}, paper="Schulman et al. 2016, arXiv:1506.02438")
-def gae(b: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten_advantages: bool = True) -> tuple[Tensor, Tensor]:
+def gae(b: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten_advantages: bool = True) -> Estimate:
     """Generalised advantage estimation (Schulman et al. 2016) over policy tokens; returns ``A + V``.
 
     ``delta_t = r_t + gamma V_next - V_t``, ``A_t = delta_t + gamma lam A_next``, "next" being the next policy token.
@@ -251,7 +249,7 @@ def gae(b: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten_advantages: bo
 
 
 @ADVANTAGES.register("grpo", needs={"group"}, paper=_GRPO, bounds=_ABOVE_0)
-def grpo(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def grpo(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> Estimate:
     """Group-relative outcome (Shao et al. 2024, DeepSeekMath): ``(S - mean) / (std + eps)``.
 
     ``norm_by_std`` false: ``S - mean`` (Dr. GRPO, Liu et al. 2025).
@@ -264,7 +262,7 @@ def grpo(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tens
 
 
 @ADVANTAGES.register("rloo", needs={"group"}, paper="Ahmadian et al. 2024, arXiv:2402.14740")
-def rloo(b: Batch, *, norm_by_loo_std: bool = False) -> tuple[Tensor, Tensor]:
+def rloo(b: Batch, *, norm_by_loo_std: bool = False) -> Estimate:
     """Leave-one-out baseline (Ahmadian et al. 2024): ``S - mean of the others = n/(n-1) (S - mean)``.
 
     ``norm_by_loo_std``: divided by the standard deviation of the others, unless they are all equal.
@@ -286,28 +284,28 @@ def rloo(b: Batch, *, norm_by_loo_std: bool = False) -> tuple[Tensor, Tensor]:
 
 
 @ADVANTAGES.register("reinforce", paper="Williams 1992, Machine Learning 8")
-def reinforce(b: Batch, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
+def reinforce(b: Batch, *, gamma: float = 1.0) -> Estimate:
     """Discounted return (Williams 1992), no baseline."""
     returns = b.discounted(gamma)
     return returns, returns
 
 
 @ADVANTAGES.register("reinforce_plus_plus", paper="Hu 2025, arXiv:2501.03262")
-def reinforce_plus_plus(b: Batch, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus(b: Batch, *, gamma: float = 1.0) -> Estimate:
     """REINFORCE++ (Hu 2025): discounted return, whitened over all tokens of the batch."""
     returns = b.discounted(gamma)
     return whiten(returns, b.valid), returns
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline", needs={"group"}, paper="Hu 2025, arXiv:2501.03262")
-def reinforce_plus_plus_baseline(b: Batch) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus_baseline(b: Batch) -> Estimate:
     """REINFORCE++ with the group mean as baseline (Hu 2025): ``S - mean``, whitened over the tokens with contrast."""
     tokens = whiten(spread(b.centred(b.outcome), b.cu), b.valid & spread(b.contrast, b.cu))
     return tokens, tokens
 
 
 @ADVANTAGES.register("remax", needs={"baselines"}, paper="Li et al. 2023, arXiv:2310.10505")
-def remax(b: Batch) -> tuple[Tensor, Tensor]:
+def remax(b: Batch) -> Estimate:
     """ReMax (Li et al. 2023): reward to come, less the reward of the greedy response to the prompt (``baselines``)."""
     returns = b.discounted(1.0)
     assert b.baselines is not None
@@ -315,7 +313,7 @@ def remax(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 @ADVANTAGES.register("opo", needs={"group"}, paper="Hao et al. 2025, arXiv:2505.23585")
-def opo(b: Batch) -> tuple[Tensor, Tensor]:
+def opo(b: Batch) -> Estimate:
     """On-policy with the optimal baseline (Hao et al. 2025): the group mean weighted by length."""
     x = b.shifted(b.outcome)
     x = x - (b.per_group(b.lengths * x) / b.per_group(b.lengths).clamp(min=1.0))[b.group]
@@ -324,7 +322,7 @@ def opo(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 @ADVANTAGES.register("gpg", needs={"group"}, paper="Chu et al. 2025, arXiv:2504.02546")
-def gpg(b: Batch) -> tuple[Tensor, Tensor]:
+def gpg(b: Batch) -> Estimate:
     """Group policy gradient (Chu et al. 2025): ``(B / #{S != 0}) (S - mean)``, over the usable sequences."""
     informative = (b.usable & (b.outcome != 0)).sum().clamp(min=1)
     tokens = b.to_tokens(b.centred(b.outcome) * (b.usable.sum() / informative))
@@ -332,7 +330,7 @@ def gpg(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 @ADVANTAGES.register("grpo_passk", needs={"group"}, paper="Chen et al. 2025, arXiv:2508.10751", bounds=_ABOVE_0)
-def grpo_passk(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def grpo_passk(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> Estimate:
     """Pass@k advantage (Chen et al. 2025): only the best of a group learns, by its lead over the second; 0 if tied."""
     score = torch.where(b.usable, b.outcome, -torch.inf)
     order = torch.argsort(score, stable=True)
@@ -348,9 +346,9 @@ def grpo_passk(b: Batch, *, norm_by_std: bool = True, eps: float = 1e-6) -> tupl
 
 
 @ADVANTAGES.register("gdpo", needs={"group", "components"}, paper="Liu et al. 2026, arXiv:2601.05242", bounds=_ABOVE_0)
-def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> Estimate:
     """Group reward-decoupled normalisation (Liu et al. 2026): the grpo rule for each reward component apart, their
-    weighted sum, whitened over the tokens with contrast. ``weights``: one number a component (default 1).
+    weighted sum, whitened over the tokens with contrast. ``weights``: one number per component (default 1).
     """
     assert b.components is not None
     components = b.components.double()
@@ -371,7 +369,7 @@ def gdpo(b: Batch, *, weights: list[float] | None = None, eps: float = 1e-6) -> 
     paper="Li and Liu 2025, optimal token baseline",
     bounds={"epsilon": {"above": 0}},
 )
-def optimal_token_baseline(b: Batch, *, epsilon: float = 1e-8, handle_zero_tail: bool = True) -> tuple[Tensor, Tensor]:
+def optimal_token_baseline(b: Batch, *, epsilon: float = 1e-8, handle_zero_tail: bool = True) -> Estimate:
     """A baseline for each group and position that minimises the variance of the gradient.
 
     The squared norm of a token's score function is estimated by ``w_t = 1 - 2 pi_t + sum_v pi(v)^2`` (times the

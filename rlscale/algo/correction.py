@@ -157,14 +157,14 @@ def offpolicy_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
     valid = mask > 0
     train, rollout = (torch.where(valid, x.detach().double(), 0.0) for x in (logprobs, rollout_logprobs))
     n = segment_sum(valid.double(), cu_seqlens)
-    some, tokens = n > 0, n.sum()
-    if not bool(some.any()):
+    filled, tokens = n > 0, n.sum()
+    if not bool(filled.any()):
         return {}
     q = train - rollout
     bounded = q.clamp(-LIMIT, LIMIT)
-    log_ppl, rollout_log_ppl = (-segment_sum(x, cu_seqlens)[some] / n[some] for x in (train, rollout))
+    log_ppl, rollout_log_ppl = (-segment_sum(x, cu_seqlens)[filled] / n[filled] for x in (train, rollout))
     difference = log_ppl - rollout_log_ppl
-    sequence_q = segment_sum(q, cu_seqlens)[some].clamp(-LIMIT, LIMIT)
+    sequence_q = segment_sum(q, cu_seqlens)[filled].clamp(-LIMIT, LIMIT)
     return {
         "kl": float(-q.sum() / tokens),
         "k3_kl": float((torch.expm1(bounded) - bounded).sum() / tokens),

@@ -1,4 +1,4 @@
-"""Entropy of the policy: from logits in chunks, as a bonus in the loss, with a scheduled coefficient."""
+"""Entropy of the policy: as a bonus in the loss, with a scheduled coefficient."""
 
 from __future__ import annotations
 
@@ -6,57 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from rlscale.algo.segments import check_alike
-
-
-def _rows(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
-    p = logp.exp()
-    safe = torch.where(p > 0, logp, logp.new_zeros(()))  # p log p -> 0 where a logit is -inf
-    return logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(p * safe).sum(-1)
-
-
-def logprob_entropy_from_logits(
-    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = 1024
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of the labels and entropy of ``softmax(logits / temperature)``, at least in float32.
-
-    ``logits``: ``[T, V]``, ``labels``: ``[T]`` -> ``[T]``, ``[T]``. Temporary memory is that of ``chunk`` tokens, in
-    backward too (each chunk is computed again). A logit of ``-inf`` counts 0. For training from hidden states use
-    `rlscale.model.head`, which never holds the logits.
-
-    Raises:
-        ValueError: shapes that disagree, ``temperature <= 0``.
-    """
-    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} must be [T, V] and [T]")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
-    parts = [
-        checkpoint(_rows, z, y, temperature, use_reentrant=False)
-        if torch.is_grad_enabled() and z.requires_grad
-        else _rows(z, y, temperature)
-        for z, y in zip(logits.split(chunk), labels.split(chunk), strict=True)
-    ]
-    return torch.cat([p for p, _ in parts]), torch.cat([e for _, e in parts])
+from rlscale.algo.segments import weighted_sum
 
 
 def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted sum of the token entropies (subtract it from the loss, times the coefficient) and the metric sums.
-
-    All ``[t]``; NaN at masked positions changes nothing.
-
-    Raises:
-        ValueError: shapes that disagree.
-    """
-    check_alike(entropy=entropy, mask=mask, weights=weights)
-    valid = mask > 0
-    clean = torch.where(valid, entropy, 0.0)
-    return (clean * torch.where(valid, weights, 0.0)).sum(), {"entropy": clean.detach().sum(), "tokens": valid.sum()}
+    """`weighted_sum` of the token entropies: subtract it from the loss, times the coefficient. All ``[t]``."""
+    return weighted_sum("entropy", entropy, mask, weights)
 
 
 @dataclass(frozen=True)

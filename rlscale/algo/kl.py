@@ -1,6 +1,7 @@
 """Per-token estimators of the KL divergence to a reference policy, and the controllers of its coefficient.
 
-With ``d = log pi - log pi_ref`` of tokens sampled from ``pi`` (Schulman, "Approximating KL divergence", 2020).
+With ``d = log pi - log pi_ref`` of tokens sampled from ``pi`` (Schulman, "Approximating KL divergence", 2020). An
+estimator maps ``d`` ``[T]`` to the KL of each token ``[T]``.
 
 A ``+`` after the name keeps the value and takes the gradient of k2 (straight-through), which is the right gradient of
 the reverse KL for samples of ``pi``. Value and gradient are finite at any log-ratio: log-probs below -10,000 count as
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlscale.algo.registry import KL
-from rlscale.algo.segments import check_alike
+from rlscale.algo.segments import check_alike, weighted_sum
 from rlscale.config.schema import KLControlConfig
 
 _SCHULMAN = "Schulman 2020, Approximating KL divergence"
@@ -31,7 +32,7 @@ def _exp_tangent(x: Tensor) -> Tensor:
 
 @KL.register("k1", "kl", paper=_SCHULMAN)
 def k1(d: Tensor) -> Tensor:
-    """``d``: the reverse KL(pi || ref), unbiased, any sign. ``[T]`` -> ``[T]``, as all of them."""
+    """``d``: the reverse KL(pi || ref), unbiased, any sign."""
     return d
 
 
@@ -83,9 +84,7 @@ def kl(name: str, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 def kl_loss(
     name: str, logprob: Tensor, ref_logprob: Tensor, mask: Tensor, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """KL as a loss term: weighted sum over tokens, and the metric sum ``kl`` with its denominator ``tokens``.
-
-    All ``[T]``. NaN at masked positions changes neither value nor gradient.
+    """KL as a loss term: `weighted_sum` of ``kl``. All ``[T]``; NaN at masked positions changes no gradient either.
 
     Raises:
         ValueError: unknown name (with the list), shapes that disagree.
@@ -93,8 +92,7 @@ def kl_loss(
     check_alike(logprob=logprob, ref_logprob=ref_logprob, mask=mask, weights=weights)
     valid = mask > 0
     per_token = kl(name, *(torch.where(valid, x.to(logprob.dtype), 0.0) for x in (logprob, ref_logprob)))
-    loss = (per_token * torch.where(valid, weights, 0.0)).sum()
-    return loss, {"kl": per_token.detach().sum(), "tokens": valid.sum()}
+    return weighted_sum("kl", per_token, mask, weights)
 
 
 def _towards(target: float, coef: float, current_kl: float, n_steps: int, horizon: float) -> float:

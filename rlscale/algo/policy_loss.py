@@ -1,25 +1,25 @@
 """Policy losses on flat tokens, by name: weighted *sums* over tokens, so that micro-batch values simply add up.
 
-With ``d = log pi - log pi_old``, ``r = exp(d)``, advantage ``A`` and loss weight ``w`` of a token (idea 2 of the
-design: the aggregation mode is in the weights, `rlscale.batch.weights`), every loss is ``sum_t w_t L_t`` and differs
-in ``L_t`` only. Tokens whose mask is 0 are selected away before any arithmetic, NaN and Inf included.
+With ``d = log pi - log pi_old``, ``r = exp(d)``, advantage ``A`` and loss weight ``w`` of a token (the aggregation mode
+is in the weights, `rlscale.batch.weights`), every loss is ``sum_t w_t L_t`` and differs in ``L_t`` only: each function
+here maps `Tokens` to ``L`` ``[t]`` and metrics ``[t]``. Tokens whose mask is 0 are selected away before any arithmetic,
+NaN and Inf included.
 
 Metrics are sums over policy tokens and carry their denominator, ``tokens``: add them up over micro-batches and ranks,
-then `finish_metrics` divides. Four losses look beyond a token: gspo and geo_mean read the whole sequences of a
-micro-batch, kl_cov and clip_cov (`rlscale.algo.covariance`) a statistic of the whole mini-batch (`prepare`).
+then divide. `rlscale.loop.report` says which of them a run logs. Four losses look beyond a token: gspo and geo_mean
+read the whole sequences of a micro-batch, kl_cov and clip_cov (`rlscale.algo.covariance`) a statistic of the whole
+mini-batch (`prepare`).
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlscale.algo import covariance as covariance  # registers its losses
 from rlscale.algo.registry import POLICY_LOSSES
 from rlscale.algo.segments import check_shapes
 from rlscale.algo.tokens import LIMIT, LossAndFlags, Tokens, clip, surrogates
@@ -128,15 +128,6 @@ def _statistic(algorithm: Algorithm, x: Tokens, given: Mapping[str, Any]) -> dic
     return dict(algorithm.prepare(x, **{k: v for k, v in values.items() if k in declared}))
 
 
-def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Means of summed metrics: each divided by ``tokens``; ``ratio_std`` from the sums of ratio and its square."""
-    tokens = max(float(sums.get("tokens", 0.0)), 1.0)
-    out = {k: float(v) / tokens for k, v in sums.items() if k not in ("tokens", "ratio_sq")}
-    if "ratio_sq" in sums:
-        out["ratio_std"] = math.sqrt(max(float(sums["ratio_sq"]) / tokens - out["ratio"] ** 2, 0.0))
-    return out
-
-
 @POLICY_LOSSES.register(
     "ppo",
     "vanilla",
@@ -177,7 +168,7 @@ def gspo(x: Tokens, *, clip_low: float, clip_high: float) -> LossAndFlags:
     ``s_i = exp(mean_t d)``; ``R_t = sg(s_i) exp(log pi - sg(log pi))``; ``L = max(-A R, -A clip(R))``. Use it with
     seq-mean-token-mean weights.
     """
-    s = torch.exp(x.row_mean(x.d.detach()).clamp(-LIMIT, LIMIT))
+    s = torch.exp(x.sequence_mean(x.d.detach()).clamp(-LIMIT, LIMIT))
     ratio = s * torch.exp(x.logp - x.logp.detach())
     unclipped, clipped = surrogates(x.adv, ratio, clip_low, clip_high)
     return torch.maximum(unclipped, clipped), {"pg_clipfrac": clipped > unclipped, "seq_ratio": s}
@@ -219,10 +210,10 @@ def geo_mean(x: Tokens, *, clip_low: float, clip_high: float, is_weights: Tensor
     d = x.d
     limited = d.clamp(-clip_low, clip_high)
     side = torch.where(x.adv > 0, torch.minimum(d, limited), torch.maximum(d, limited))
-    log_ratio = x.row_mean(torch.where(x.adv == 0, torch.zeros_like(d), side))
-    loss = -x.row_mean(x.adv) * torch.exp(log_ratio.clamp(-LIMIT, LIMIT))
+    log_ratio = x.sequence_mean(torch.where(x.adv == 0, torch.zeros_like(d), side))
+    loss = -x.sequence_mean(x.adv) * torch.exp(log_ratio.clamp(-LIMIT, LIMIT))
     if is_weights is not None:
-        loss = loss * torch.exp(x.row_mean(is_weights.log()))
+        loss = loss * torch.exp(x.sequence_mean(is_weights.log()))
     outside = limited != d
     return loss, {"pg_clipfrac": outside & (x.adv > 0), "pg_clipfrac_lower": outside & (x.adv < 0)}
 
@@ -265,3 +256,6 @@ def dppo_kl(
 def dro(x: Tokens, *, beta: float = 0.1) -> LossAndFlags:
     """Direct reward optimisation (Richemond et al. 2024): ``L = -(A log pi - beta/2 d^2)``, quadratic trust region."""
     return -(x.logp * x.adv - 0.5 * beta * x.d.square()), {}
+
+
+from rlscale.algo import covariance as covariance  # noqa: E402  registers its losses, after those above

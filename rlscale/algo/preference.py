@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlscale.algo.registry import DPO_LOSSES
-from rlscale.algo.segments import check_alike, check_shapes, segment_sum
+from rlscale.algo.segments import check_alike, check_shapes, segment_sum, weighted_sum
 
 
 def pair_weights(pairs: int, *, num_pairs: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -122,25 +122,15 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Ten
 
 
 def token_cross_entropy(logprobs: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-sum_t w_t log p_t`` of the tokens that count. All ``[t]``, aligned with the *predicted* token.
-
-    Metric sums ``nll`` with the denominator ``tokens``.
-
-    Raises:
-        ValueError: shapes that disagree.
-    """
-    check_alike(logprobs=logprobs, mask=mask, weights=weights)
-    valid = mask > 0
-    nll = -torch.where(valid, logprobs, 0.0)
-    loss = (nll * torch.where(valid, weights, 0.0)).sum()
-    return loss, {"nll": nll.detach().sum(), "tokens": valid.sum()}
+    """`weighted_sum` of ``nll``, ``-log p_t``. All ``[t]``, aligned with the *predicted* token."""
+    return weighted_sum("nll", -logprobs, mask, weights)
 
 
 def supervised_targets(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Which logits predict which token: (positions of the logits ``[N]``, positions of their targets ``[N]``).
 
     A token is trained if its mask is 1 and it is not the first of its sequence: a first token has no predecessor, and
-    is never predicted from the sequence that happens to stand before it in the packed row.
+    is never predicted from the sequence that happens to stand before it in the packed sequence.
     """
     check_shapes(cu_seqlens, per_token={"tokens": tokens, "mask": mask})
     first = torch.zeros(mask.numel() + 1, dtype=torch.bool, device=mask.device)

@@ -1,4 +1,4 @@
-"""From one score a response to token rewards: placement, KL penalty, length terms, clipping and scaling."""
+"""From one score per response to token rewards: placement, KL penalty, length terms, clipping and scaling."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def kl_in_reward(
     """``r_t = score_t - beta k_t`` at policy tokens (Ziegler et al. 2019).
 
     All ``[T]``. Returns the token rewards ``[T]`` (0 at masked positions) and the mean over responses of their mean
-    KL a token, which is what the controller of ``beta`` reads.
+    KL per token, which is what the controller of ``beta`` reads.
 
     Raises:
         ValueError: unknown estimator, shapes that disagree.

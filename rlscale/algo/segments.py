@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_BLOCK = 32  # tokens a block of the blocked scan
+_BLOCK = 32  # tokens per block of the blocked scan
 
 
 def check_shapes(
     cu_seqlens: Tensor, *, per_token: dict[str, Tensor | None], per_sequence: dict[str, Tensor | None] | None = None
 ) -> None:
-    """Every named tensor is 1-D with one entry a token (or a sequence); ``None`` is skipped.
+    """Every named tensor is 1-D with one entry per token (or per sequence); ``None`` is skipped.
 
     Raises:
         ValueError: names the tensor, its shape and the shape it should have.
@@ -41,6 +41,20 @@ def check_alike(**named: Tensor | None) -> None:
         raise ValueError(f"inputs must be 1-D of one length, not of different shapes: {found}")
 
 
+def weighted_sum(name: str, x: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """``sum_t w_t x_t`` over the tokens that count, and metric sums: ``x`` as ``name``, and its denominator ``tokens``.
+
+    All ``[t]``; NaN at masked positions changes nothing.
+
+    Raises:
+        ValueError: shapes that disagree.
+    """
+    check_alike(**{name: x, "mask": mask, "weights": weights})
+    valid = mask > 0
+    x = torch.where(valid, x, 0.0)
+    return (x * torch.where(valid, weights, 0.0)).sum(), {name: x.detach().sum(), "tokens": valid.sum()}
+
+
 def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum over each sequence. ``x``: ``[T]`` -> ``[B]``; 0 for an empty sequence. Differentiable."""
     if x.numel() == 0:
@@ -48,7 +62,7 @@ def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(x, "sum", offsets=cu_seqlens)
 
 
-def row_sums(x: Tensor, valid: Tensor, cu_seqlens: Tensor) -> Tensor:
+def sequence_sums(x: Tensor, valid: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum over the valid tokens of each sequence in float64, without gradient. ``x``, ``valid``: ``[T]`` -> ``[B]``.
 
     numpy is several times faster on the CPU. Where most values are 0, as rewards are, only the others are looked at.
@@ -68,7 +82,7 @@ def row_sums(x: Tensor, valid: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.from_numpy(out)
 
 
-def row_counts(valid: Tensor, cu_seqlens: Tensor) -> Tensor:
+def sequence_counts(valid: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Valid tokens of each sequence. ``[T]`` bool -> ``[B]`` float64."""
     if valid.device.type != "cpu" or valid.numel() == 0:
         return segment_sum(valid.double(), cu_seqlens)
@@ -100,11 +114,11 @@ def positive(mask: Tensor) -> Tensor:
     return torch.from_numpy(mask.detach().numpy() > 0) if mask.device.type == "cpu" else mask > 0
 
 
-def spread(row: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Value of its sequence at each token. ``[B]`` -> ``[T]``."""
-    if row.device.type == "cpu" and not row.requires_grad:
-        return torch.from_numpy(np.repeat(row.numpy(), cu_seqlens.diff().numpy()))
-    return torch.repeat_interleave(row, cu_seqlens.diff(), output_size=int(cu_seqlens[-1]))
+def spread(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """At each token the value of its sequence. ``[B]`` -> ``[T]``."""
+    if x.device.type == "cpu" and not x.requires_grad:
+        return torch.from_numpy(np.repeat(x.numpy(), cu_seqlens.diff().numpy()))
+    return torch.repeat_interleave(x, cu_seqlens.diff(), output_size=int(cu_seqlens[-1]))
 
 
 def compress(valid: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class Tokens:
         """``x`` in the dtype of the log-probs, 0 at tokens that do not count. ``[t]`` -> ``[t]``."""
         return torch.where(self.valid, x.to(self.logp.dtype), 0.0)
 
-    def row_mean(self, x: Tensor) -> Tensor:
+    def sequence_mean(self, x: Tensor) -> Tensor:
         """Mean over the policy tokens of its sequence, at each token. ``[t]`` -> ``[t]``."""
         n = segment_sum(self.valid.to(x.dtype), self.cu).clamp(min=1.0)
         return spread(segment_sum(torch.where(self.valid, x, 0.0), self.cu) / n, self.cu)

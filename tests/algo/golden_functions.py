@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from rlscale.algo.advantages import Advantages, estimate_advantages
 from rlscale.algo.correction import importance_weights, offpolicy_metrics, rejection_mask
-from rlscale.algo.entropy import logprob_entropy_from_logits
 from rlscale.algo.kl import AdaptiveKL, FixedKL, kl, kl_loss
 from rlscale.algo.pass_at_k import maj_at_k, pass_at_k
-from rlscale.algo.policy_loss import finish_metrics, policy_loss
+from rlscale.algo.policy_loss import policy_loss
 from rlscale.algo.preference import bradley_terry, dpo, pair_weights, supervised_targets, token_cross_entropy
 from rlscale.algo.reward_shaping import kl_in_reward, overlong_penalty, place_rewards, policy_tokens
 from rlscale.algo.segments import whiten
@@ -24,6 +23,16 @@ from rlscale.algo.value_loss import value_loss
 from rlscale.batch.balance import balanced_partition
 from rlscale.batch.microbatch import pack_by_budget
 from rlscale.batch.weights import MODES, loss_weights
+from rlscale.testing.entropy import logprob_entropy_from_logits
+
+
+def finish_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Means of summed metrics: each divided by ``tokens``; ``ratio_std`` from the sums of ratio and its square."""
+    tokens = max(float(sums.get("tokens", 0.0)), 1.0)
+    out = {k: float(v) / tokens for k, v in sums.items() if k not in ("tokens", "ratio_sq")}
+    if "ratio_sq" in sums:
+        out["ratio_std"] = math.sqrt(max(float(sums["ratio_sq"]) / tokens - out["ratio"] ** 2, 0.0))
+    return out
 
 
 @dataclass

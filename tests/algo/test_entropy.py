@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlscale.algo.entropy import EntropySchedule, logprob_entropy_from_logits
+from rlscale.algo.entropy import EntropySchedule
+from rlscale.testing.entropy import logprob_entropy_from_logits
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rlscale.algo.policy_loss import finish_metrics, policy_loss, prepare
+from rlscale.algo.policy_loss import policy_loss, prepare
 from rlscale.batch.weights import loss_weights
 from rlscale.testing.batches import Flat, random_flat
+from tests.algo.golden_functions import finish_metrics
 
 LOW, HIGH, C = 0.15, 0.25, 1.6
 Token = tuple[float, float, float]  # log pi, log pi_old, A

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlscale.algo.segments import any_valid, cumulative, row_counts, row_sums, segment_sum, spread
+from rlscale.algo.segments import any_valid, cumulative, segment_sum, sequence_counts, sequence_sums, spread
 
 
 @pytest.mark.parametrize("density", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_row_sums(density: float, dtype: torch.dtype) -> None:
+def test_sequence_sums(density: float, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     lengths = torch.tensor([0, 7, 0, 0, 500, 1, 33, 0])
     cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -18,9 +18,9 @@ def test_row_sums(density: float, dtype: torch.dtype) -> None:
     valid = torch.rand(541, generator=g) > 0.3
     x[~valid] = float("nan")
     want = [torch.where(valid, x, 0)[i:j].double().sum() for i, j in zip(cu[:-1], cu[1:], strict=True)]
-    torch.testing.assert_close(row_sums(x, valid, cu), torch.stack(want), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(sequence_sums(x, valid, cu), torch.stack(want), rtol=1e-12, atol=1e-13)
     counts = [valid[i:j].sum() for i, j in zip(cu[:-1], cu[1:], strict=True)]
-    assert row_counts(valid, cu).tolist() == counts and any_valid(valid, cu).tolist() == [c > 0 for c in counts]
+    assert sequence_counts(valid, cu).tolist() == counts and any_valid(valid, cu).tolist() == [c > 0 for c in counts]
 
 
 def test_sums_and_running_sums_carry_gradients_and_order() -> None:
