@@ -17,7 +17,7 @@ AdamW) of each over the same batch. Medians over the rounds are printed, after o
   packing computes it: padding is masked, but goes through the layers, the attention and the head.
 * Peak memory is the high-water mark of resident memory in the two passes, summed over processes; it holds weights,
   optimizer state and what malloc keeps. ``--activations`` measures otherwise: the peak of the tensors made in forward
-  and backward (`rlscale.observe.tensor_memory`) of the rank that has most, with the whole batch as one packed row in
+  and backward (`rlscale.testing.tensor_memory`) of the rank that has most, with the whole batch as one packed row in
   every layout. Gradients of the weights are in it; weights, optimizer state and DeepSpeed's buckets are not.
 """
 
@@ -273,7 +273,7 @@ def count_tensors(passes: Passes, engine: Any) -> dict[str, Any]:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from rlscale.observe.tensor_memory import TensorMemory
+    from rlscale.testing.tensor_memory import TensorMemory
 
     counter = TensorMemory(*engine.stage.parameters())
     drive, make_buckets = engine._run, DeepSpeedZeroOptimizer.setup_buckets

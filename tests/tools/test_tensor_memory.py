@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlscale.observe.tensor_memory import TensorMemory
+from rlscale.testing.tensor_memory import TensorMemory
 
 KIB = 1024
 
