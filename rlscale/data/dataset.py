@@ -1,7 +1,7 @@
 """The prompts of a run: read, checked and tokenised once, then drawn in an order that can be continued anywhere.
 
 The order is a pure function of seed and epoch. A batch goes over the border of an epoch where it must: no prompt is
-dropped, each is drawn once an epoch.
+dropped, each is drawn once per epoch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import hashlib
 import random
 from typing import TYPE_CHECKING, Any
 
-from rlscale.data import files, reasoning_gym, tasks
-from rlscale.data.tasks import Prompt
+from rlscale.data import files, procedural, reasoning_gym
+from rlscale.data.procedural import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,14 +70,14 @@ class PromptData:
         return len(self.prompts)
 
     def peek(self) -> list[Prompt]:
-        """The next `batch_size` prompts, the first ones of the next epoch where this one ends. `advance` goes on."""
+        """The next `batch_size` prompts, beyond the end of an epoch where needed; `advance` moves to the ones after."""
         assert self.batch_size, "made without a batch size"
         order, seed = functools.partial(_order, len(self)), self.seed if self.shuffle else None
         places = (divmod(number, len(self)) for number in range(self.drawn, self.drawn + self.batch_size))
         return [self.prompts[order(epoch, seed)[position]] for epoch, position in places]
 
     def advance(self) -> None:
-        """Go on to the batch after this one: the prompts of `peek` have been used."""
+        """Move to the next batch: the prompts of `peek` have been used."""
         self.drawn += self.batch_size
 
     @functools.cached_property
@@ -136,11 +136,9 @@ def _read(sources: list[SourceConfig], cfg: DataConfig, name: str) -> list[Promp
     errors: list[str] = []
     for number, source in enumerate(sources):
         try:
-            if source.task:
-                label, prompts = source.task, tasks.make(source.task, source.size, source.seed, source.params)
-            elif source.reasoning_gym:
-                label = source.reasoning_gym
-                prompts = reasoning_gym.make(label, source.size, source.seed, source.params)
+            if label := source.task or source.reasoning_gym:
+                make = procedural.make if source.task else reasoning_gym.make
+                prompts = make(label, source.size, source.seed, source.params)
             else:
                 label, prompts = "files", files.read(source.files, cfg, errors)
         except ValueError as error:
@@ -150,8 +148,9 @@ def _read(sources: list[SourceConfig], cfg: DataConfig, name: str) -> list[Promp
             prompt.uid = f"{number}:{label}:{row}"
         found += prompts
     if errors:
-        more = f"\n  ... and {len(errors) - MAX_REPORTED} more" if len(errors) > MAX_REPORTED else ""
-        raise ValueError(f"{name}: {len(errors)} malformed:\n  " + "\n  ".join(errors[:MAX_REPORTED]) + more)
+        more = [f"... and {len(errors) - MAX_REPORTED} more"] if len(errors) > MAX_REPORTED else []
+        head = f"{name}: {len(errors)} malformed rows or sources:"
+        raise ValueError("\n  ".join([head, *errors[:MAX_REPORTED], *more]))
     if not found:
         raise ValueError(f"{name} is empty: " + ("its sources have no prompts" if sources else "no sources are set"))
     return found

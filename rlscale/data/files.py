@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlscale.data.tasks import Prompt
+from rlscale.data.procedural import Prompt
 
 if TYPE_CHECKING:
     from rlscale.config.schema import DataConfig
@@ -111,15 +111,15 @@ def _prompt(row: dict[str, Any], key: str) -> list[dict[str, Any]] | str:
     if isinstance(prompt, str) and prompt.strip():
         return prompt
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"{key!r} (data.prompt_key) is {_kind(prompt)}, not a chat list or a text")
+        raise ValueError(f"{key!r} (data.prompt_key) is {_kind(prompt)}, neither a list of chat messages nor a text")
     for number, message in enumerate(prompt):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if role not in ROLES:
             raise ValueError(f"message {number} of {key!r} has the role {role!r}, not one of {', '.join(ROLES)}")
         if not isinstance(content, str) and not (role == "assistant" and content is None):
-            raise ValueError(f"message {number} of {key!r} has as content {_kind(content)}, not a text")
+            raise ValueError(f"message {number} of {key!r} has {_kind(content)} as its content, not a text")
     if prompt[-1]["role"] == "assistant":
-        raise ValueError(f"{key!r} ends in the assistant's message: nothing is left to answer")
+        raise ValueError(f"{key!r} ends with an assistant message; the last message must ask for an answer")
     # Parquet gives every message every field of the column's type: drop those that are null
     return [{name: value for name, value in message.items() if value is not None} for message in prompt]
 

@@ -7,7 +7,7 @@ import hashlib
 import warnings
 from typing import Any
 
-from rlscale.data.tasks import Prompt
+from rlscale.data.procedural import Prompt
 
 INSTRUCTION = "\n\nPut the final answer between <answer> and </answer>."
 

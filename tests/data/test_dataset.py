@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlscale.config.schema import DataConfig, ModelConfig, SourceConfig
-from rlscale.data import reasoning_gym, tasks
+from rlscale.data import procedural, reasoning_gym
 from rlscale.data.dataset import PromptData
 from rlscale.data.tokenizers import load_tokenizer
 from rlscale.testing.models import tiny_model
@@ -87,7 +87,7 @@ def test_template_alone_decides_about_special_tokens(write: Callable[..., str]) 
 
 
 def test_addition_is_right_and_splits_are_disjoint(tokenizer: Any) -> None:
-    made = {split: tasks.make("addition", 200, 0, {"split": split}) for split in ("train", "val")}
+    made = {split: procedural.make("addition", 200, 0, {"split": split}) for split in ("train", "val")}
     texts = {}
     for split, prompts in made.items():
         for prompt in prompts:
@@ -103,13 +103,13 @@ def test_addition_is_right_and_splits_are_disjoint(tokenizer: Any) -> None:
 
 
 def test_addition_of_more_digits() -> None:
-    train = tasks.make("addition", 500, 1, {"digits": 3, "template": "{a}+{b}="})
-    val = tasks.make("addition", 500, 2, {"digits": 3, "template": "{a}+{b}=", "split": "val"})
+    train = procedural.make("addition", 500, 1, {"digits": 3, "template": "{a}+{b}="})
+    val = procedural.make("addition", 500, 2, {"digits": 3, "template": "{a}+{b}=", "split": "val"})
     texts = [[prompt.messages[0]["content"] for prompt in part] for part in (train, val)]
     assert len(set(texts[0])) == len(set(texts[1])) == 500 and not set(texts[0]) & set(texts[1])
     assert any(len(text) == 8 for text in texts[0])
-    assert tasks.make("addition", 500, 1, {"digits": 3, "template": "{a}+{b}="}) == train
-    assert tasks.make("addition", 500, 3, {"digits": 3, "template": "{a}+{b}="}) != train
+    assert procedural.make("addition", 500, 1, {"digits": 3, "template": "{a}+{b}="}) == train
+    assert procedural.make("addition", 500, 3, {"digits": 3, "template": "{a}+{b}="}) != train
 
 
 def test_reasoning_gym_seeds_do_not_overlap() -> None:
@@ -188,9 +188,9 @@ MALFORMED = {
     json.dumps(row(prompt=[])): "'prompt' (data.prompt_key) is empty",
     json.dumps(row(prompt=3)): "'prompt' (data.prompt_key) is a number",
     json.dumps(row(prompt=[{"role": "alien", "content": "x"}])): "message 0 of 'prompt' has the role 'alien'",
-    json.dumps(row(prompt=[*CHAT, {"role": "user"}])): "message 2 of 'prompt' has as content null, not a text",
+    json.dumps(row(prompt=[*CHAT, {"role": "user"}])): "message 2 of 'prompt' has null as its content, not a text",
     json.dumps(row(prompt=["x"])): "message 0 of 'prompt' has the role None",
-    json.dumps(row(prompt=[*CHAT, {"role": "assistant", "content": "7"}])): "'prompt' ends in the assistant's message",
+    json.dumps(row(prompt=[*CHAT, {"role": "assistant", "content": "7"}])): "'prompt' ends with an assistant message",
     json.dumps(row(data_source=7)): "'data_source' (data.data_source_key) is a number",
     json.dumps(row(extra_info=[1])): "'extra_info' (data.extra_info_key) is a list",
 }
@@ -202,7 +202,7 @@ def test_malformed_row_is_named(tokenizer: Any, write: Callable[..., str], line:
     with pytest.raises(ValueError) as error:
         data(tokenizer, SourceConfig(files=[file]))
     assert f"{file}:3: {MALFORMED[line]}" in str(error.value)
-    assert str(error.value).startswith("data.train: 1 malformed")
+    assert str(error.value).startswith("data.train: 1 malformed rows or sources")
 
 
 def test_many_violations_are_reported_together(tokenizer: Any, write: Callable[..., str], tmp_path: Path) -> None:
@@ -214,7 +214,8 @@ def test_many_violations_are_reported_together(tokenizer: Any, write: Callable[.
             tokenizer, SourceConfig(task="additoin"), SourceConfig(files=[file]), SourceConfig(files=["x.csv", parquet])
         )
     lines = str(error.value).splitlines()
-    assert lines[0] == "data.train: 16 malformed:" and lines[-1].strip() == "... and 6 more" and len(lines) == 12
+    assert lines[0] == "data.train: 16 malformed rows or sources:"
+    assert lines[-1].strip() == "... and 6 more" and len(lines) == 12
     assert "did you mean 'addition'?" in lines[1] and f"{file}:2: not JSON" in lines[2]
     with pytest.raises(ValueError) as error:
         data(tokenizer, SourceConfig(files=["x.csv", str(tmp_path), parquet, str(tmp_path / "fake.parquet")]))
@@ -329,3 +330,11 @@ def test_state_of_other_data_is_refused(tokenizer: Any) -> None:
     ]:
         with pytest.raises(ValueError, match=f"data.train: the checkpoint's data had {key} = "):
             other.load_state_dict(state)
+
+
+def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procedural, "GENERATORS", {})
+    assert procedural.register("mine")(procedural.addition) is procedural.addition
+    with pytest.raises(ValueError, match="'mine' is registered twice"):
+        procedural.register("mine")(lambda size, seed: [])
+    assert procedural.GENERATORS == {"mine": procedural.addition}

@@ -27,7 +27,7 @@ from rlscale import cli
 from rlscale.config import schema
 from rlscale.config.load import read
 from rlscale.config.schema import Config
-from rlscale.data import files, tasks
+from rlscale.data import files, procedural
 from rlscale.loop import launch
 from tests.docs.pages import BLOCKS, PAGES, ROOT, Block, commands
 
@@ -234,8 +234,8 @@ def test_the_figures_of_a_plan_are_those_of_the_pages(
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
 def test_a_python_block_runs_and_has_the_signatures_of_the_code(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that names files of the code shows functions of these files."""
-    for module in (tasks, schema):  # in which a block registers
-        monkeypatch.setattr(module, "TASKS", dict(module.TASKS))
+    for module, table in ((procedural, "GENERATORS"), (schema, "TASKS")):  # in which a block registers
+        monkeypatch.setattr(module, table, dict(getattr(module, table)))
     flags = __future__.annotations.compiler_flag  # annotations may name what a reader need not import
     exec(compile(block.text, str(block), "exec", flags), {})
     homes = re.findall(r"\brlscale/\S+\.py\b", block.text)

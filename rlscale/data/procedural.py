@@ -1,6 +1,6 @@
-"""Procedural tasks: prompts made on the spot, so that a run needs no data files.
+"""Procedural sources: prompts made on the spot, so that a run needs no data files.
 
-A task is a function `(size, seed, **params) -> list[Prompt]` in `TASKS`; `register` adds one. Equal arguments
+A generator is a function `(size, seed, **params) -> list[Prompt]` in `GENERATORS`; `register` adds one. Equal arguments
 give equal prompts everywhere.
 """
 
@@ -31,30 +31,36 @@ class Prompt:
     index: int = -1  # position in the data set
 
 
-Task = Callable[..., list[Prompt]]
-TASKS: dict[str, Task] = {}
+Generator = Callable[..., list[Prompt]]
+GENERATORS: dict[str, Generator] = {}
 
 
-def register(name: str) -> Callable[[Task], Task]:
-    """Decorator: make a task available as `task: name`."""
-    return lambda task: TASKS.setdefault(name, task)
+def register(name: str) -> Callable[[Generator], Generator]:
+    """Decorator: make a generator available as `task: name` of a source. A name can be taken once."""
+
+    def add(generator: Generator) -> Generator:
+        if GENERATORS.setdefault(name, generator) is not generator:
+            raise ValueError(f"the procedural task {name!r} is registered twice")
+        return generator
+
+    return add
 
 
 def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[Prompt]:
-    """The prompts of a task.
+    """The prompts of a generator.
 
     Raises:
-        ValueError: no such task, or parameters it doesn't take.
+        ValueError: no such generator, or parameters it doesn't take.
     """
-    if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, 1)
+    if name not in GENERATORS:
+        near = difflib.get_close_matches(name, GENERATORS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"task {name!r} doesn't exist: {hint}(there are: {', '.join(sorted(TASKS))})")
+        raise ValueError(f"task {name!r} doesn't exist: {hint}(there are: {', '.join(sorted(GENERATORS))})")
     try:
-        inspect.signature(TASKS[name]).bind(size, seed, **params)
+        inspect.signature(GENERATORS[name]).bind(size, seed, **params)
     except TypeError as error:
         raise ValueError(f"params of task {name!r}: {error}") from error
-    return TASKS[name](size, seed, **params)
+    return GENERATORS[name](size, seed, **params)
 
 
 @register("addition")
