@@ -3,7 +3,7 @@
 Scorers are other people's code on text that a policy under optimisation wrote: they hang (regular expressions, symbolic
 algebra), crash and return nonsense. Each worker has a private pipe, so that a fault concerns one response: no answer in
 time kills that worker and starts another, and a closed pipe means that it crashed. Whatever goes wrong is a score of 0
-marked as failed and counted, never an exception in the middle of a rollout.
+marked as failed, never an exception in the middle of a rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -38,26 +38,10 @@ class Score:
     value: float
     error: str = ""
     extra: dict[str, float] = field(default_factory=dict)
-    timed_out: bool = False
 
     @property
     def failed(self) -> bool:
         return bool(self.error)
-
-
-@dataclass
-class Counters:
-    """Responses scored, those whose scorer failed (time-outs included), and those that ran out of time."""
-
-    total: int = 0
-    failures: int = 0
-    timeouts: int = 0
-
-    def take(self) -> dict[str, int]:
-        """The counts since the last call."""
-        counts = asdict(self)
-        self.total = self.failures = self.timeouts = 0
-        return counts
 
 
 class RewardPool:
@@ -73,7 +57,6 @@ class RewardPool:
 
     def __init__(self, cfg: RewardConfig, scorers: set[str]):
         self.cfg = cfg
-        self.counters = Counters()
         self.targets = targets_of(cfg, scorers)
         self._workers = [Worker(sorted(set(self.targets.values()))) for _ in range(cfg.num_workers)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
@@ -103,13 +86,9 @@ class RewardPool:
         }
         target = self.targets[self.cfg.scorer or prompt.scorer]
         try:
-            score = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, target, arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, target, arguments)
         except RuntimeError as error:  # the threads have been shut down
-            score = Score(0.0, f"the reward pool is closed ({error})")
-        self.counters.total += 1
-        self.counters.failures += score.failed
-        self.counters.timeouts += score.timed_out
-        return score
+            return Score(0.0, f"the reward pool is closed ({error})")
 
     def _run(self, target: str, arguments: dict[str, Any]) -> Score:
         """Score in a thread of the pool."""
@@ -182,7 +161,7 @@ class Worker:
             pipe.send((target, arguments))
             if not pipe.poll(timeout):
                 self.kill()
-                return Score(0.0, f"the scorer took more than {timeout:g} s", timed_out=True)
+                return Score(0.0, f"the scorer took more than {timeout:g} s")
             return Score(*pipe.recv())
         except (EOFError, OSError):
             status = self._status()

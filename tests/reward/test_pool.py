@@ -62,7 +62,6 @@ def pool() -> Iterator[RewardPool]:
 def test_valid_results(pool: RewardPool, text: str, value: float, extra: dict[str, float]) -> None:
     (score,) = score_all(pool, [text])
     assert score == Score(value, "", extra)
-    assert pool.counters.take() == {"total": 1, "failures": 0, "timeouts": 0}
 
 
 def test_workers_hold_nothing_heavy(pool: RewardPool) -> None:
@@ -86,7 +85,6 @@ def test_invalid_results_are_failures_with_a_reason(pool: RewardPool) -> None:
     for (text, reason), score in zip(reasons.items(), score_all(pool, list(reasons)), strict=True):
         assert score.failed and score.value == 0.0, text
         assert reason in score.error, (text, score.error)
-    assert pool.counters.failures == pool.counters.total == len(reasons)
 
 
 def test_crash_costs_one_response_only(pool: RewardPool) -> None:
@@ -96,7 +94,6 @@ def test_crash_costs_one_response_only(pool: RewardPool) -> None:
     for text, score in zip(texts, scores, strict=True):
         assert (score.failed, score.value) == ((True, 0.0) if text == "crash" else (False, 0.5))
     assert "died (exit status 3)" in scores[5].error
-    assert pool.counters.take() == {"total": 60, "failures": 6, "timeouts": 0}
 
 
 @pytest.mark.parametrize("hang", ["sleep", "regex"])
@@ -111,8 +108,7 @@ def test_hanging_scorer_is_killed_in_time(hang: str) -> None:
         assert [score.value for score in scores[:3]] == [0.5, 0.0, 0.5]
         assert scores[1].failed and "more than 0.5 s" in scores[1].error
         assert scores[3].value != before.value and wait_until_gone([int(before.value)]) == []
-        assert pool.counters.take() == {"total": 5, "failures": 1, "timeouts": 1}
-        assert pool.counters.take()["total"] == 0
+        assert [score.failed for score in scores] == [False, True, False, False]
     finally:
         pool.close()
 
