@@ -40,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
         if argv is not None:
             return status
         sys.stdout.flush()
-        os._exit(status)  # as the launcher's program: to take torch and vLLM apart would only take seconds
+        # exit without cleanup: a failed rank must not wait for other ranks, all output is on disk, and tearing down
+        # torch and vLLM takes seconds
+        os._exit(status)
     args = parse(name, rest)
     try:
         status = int(import_module(f"rlscale.commands.{name}").run(args))

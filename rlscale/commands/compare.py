@@ -54,7 +54,7 @@ def _equal(x: Any, y: Any, rtol: float) -> bool:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="run folder")
     parser.add_argument("b", metavar="B", help="run folder")
-    parser.add_argument("--rtol", type=float, default=0.0, help="relative difference that is let pass (default 0)")
+    parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -46,7 +46,7 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
     folder = resolve_folder(origin)
     spec = ModelSpec.from_hf(str(folder))
     if hf_shapes(spec.as_critic() if role == "critic" else spec) != saved.shapes:
-        raise ValueError(f"{origin} is another model than that of the checkpoint (--model)")
+        raise ValueError(f"{origin} is not the model of this checkpoint (--model)")
     export_hf(
         out,
         Layout(saved.shapes, held),
@@ -59,7 +59,7 @@ def export(checkpoint: Path, out: Path, role: str, dtype: str | None, model: str
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder checkpoints/step_* of a run")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; one that is there is replaced")
+    parser.add_argument("out", type=Path, metavar="OUT", help="output folder; an existing export is replaced")
     parser.add_argument("--role", default="actor", choices=("actor", "critic"))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the run's model.dtype")
     parser.add_argument("--model", help="folder for config.json and tokenizer (default: the run's model.path)")

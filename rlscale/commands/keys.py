@@ -1,7 +1,7 @@
 """Every key of the configuration with its default, unit and bounds.
 
     rlscale keys > reference.yaml       # as a configuration file
-    rlscale keys actor.optim            # the keys that begin so, one a line: key, default, meaning
+    rlscale keys actor.optim            # the keys that begin so, one per line: key, default, meaning
 """
 
 from __future__ import annotations

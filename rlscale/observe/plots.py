@@ -32,13 +32,13 @@ class Panel:
 
 PANELS = (
     Panel("reward", "Reward", "mean reward of a response", (("training", "critic/score/mean"),), smooth=True),
-    Panel("kl_reference", "KL to the reference policy", "nats a token",
+    Panel("kl_reference", "KL to the reference policy", "nats per token",
           (("k3, in the update", "actor/ref_kl"), ("in the reward", "actor/reward_kl_penalty"))),
-    Panel("kl_old", "KL to the policy that sampled", "nats a token", (("", "actor/ppo_kl"),)),
+    Panel("kl_old", "KL to the policy that sampled", "nats per token", (("", "actor/ppo_kl"),)),
     Panel("clip_fraction", "Clipped tokens", "share of tokens",
           (("ratio", "actor/pg_clipfrac"), ("dual clip", "actor/pg_clipfrac_lower"), ("value", "critic/vf_clipfrac")),
           from_zero=True),
-    Panel("entropy", "Entropy of the policy", "nats a token", (("", "actor/entropy"),), from_zero=True),
+    Panel("entropy", "Entropy of the policy", "nats per token", (("", "actor/entropy"),), from_zero=True),
     Panel("deviation", "Deviation of advantages and rewards", "standard deviation",
           (("advantages", "critic/advantages/std"), ("rewards", "critic/score/std"),
            ("rewards within a group", "group/reward_std"),

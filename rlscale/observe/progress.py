@@ -1,4 +1,4 @@
-"""How a run shows that it is alive: a display on a terminal, one plain line a step anywhere else. Rank 0 only."""
+"""How a run shows that it is alive: a display on a terminal, one plain line per step anywhere else. Rank 0 only."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class RunWriter:
         self._attempt(path, write)
 
     def _attempt(self, path: Path, write: Callable[[], Any]) -> None:
-        """Write, once more where the disk was full. An OSError names the file: "No space left" alone helps nobody."""
+        """Write, once more where the disk was full. An OSError names the file: "No space left" does not say which."""
         try:
             try:
                 write()
