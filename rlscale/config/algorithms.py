@@ -211,7 +211,7 @@ class Registry:
             return self._of_users[target]
         if wrong := functions.problem(key, name):
             raise ValueError(wrong)
-        function = functions.load(key, target)
+        function = functions.load_function(key, target)
         signature = inspect.signature(function)
         if sum(p.kind is not p.KEYWORD_ONLY for p in signature.parameters.values()) != 1:
             raise ValueError(
@@ -229,7 +229,7 @@ class Registry:
         offered = [n for n in self.names() if self.find(n).needs <= PROVIDED]
         if ":" not in name and name not in self.names():
             hint = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, offered, 1))
-            raise ValueError(f"{key}: {name!r} is none of {', '.join(offered)}{hint}")
+            raise ValueError(f"{key}: {name!r} is not one of {', '.join(offered)}{hint}")
         chosen = self.find(name)
         if missing := " and ".join(NEEDS[n] for n in sorted(chosen.needs - PROVIDED)):
             others = ", ".join(offered)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: a run with another value of these is another run; the prompts themselves are compared by `PromptData`
+#: a checkpoint with another value of these belongs to another run; the prompts themselves are compared by `PromptData`
 MUST_MATCH = ("task", "trainer.seed", "model.path", "critic.path", "data.shuffle")
 #: keys, or sections, that say where and how the same numbers are computed, and how long
 LAYOUT_KEYS = (
@@ -28,7 +28,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path) -
     """What to tell about a configuration that is not the checkpoint's.
 
     Raises:
-        ValueError: it is that of another run; names every key.
+        ValueError: it belongs to another run; names every key.
     """
     before, after = _flat(saved), _flat(now)
     changed = {key for key in before.keys() & after.keys() if before[key] != after[key]} - set(UNREPORTED)
@@ -36,13 +36,13 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path) -
     if refused:
         lines = [f"{key}: {_show(before[key])} in the checkpoint, {_show(after[key])} now" for key in refused]
         raise ValueError(
-            f"{path} is of another run:\n  " + "\n  ".join(lines) + "\nto start a new run from its weights, export "
-            "them (rlscale export) and set model.path to the export"
+            "\n  ".join([f"{path} belongs to another run:", *lines])
+            + "\nto start a new run from its weights, export them (rlscale export) and set model.path to the export"
         )
     layout = {key for key in changed if key.startswith(LAYOUT_KEYS) and key not in NOT_LAYOUT}
     said = {
         "resuming with another layout, budget or length: ": layout,
-        "WARNING: resuming with other settings than before: ": changed - layout,
+        "WARNING: settings differ from the checkpoint's: ": changed - layout,
     }
     return [
         text + ", ".join(f"{key} {_show(before[key])} -> {_show(after[key])}" for key in sorted(keys))

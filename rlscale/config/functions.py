@@ -35,7 +35,7 @@ def absolute(target: str) -> str:
     return f"{Path(where).expanduser().resolve()}:{function}" if where.endswith(".py") else target
 
 
-def load(key: str, target: str) -> Callable[..., Any]:
+def load_function(key: str, target: str) -> Callable[..., Any]:
     """The function of an `absolute` target. Imports the user's module; ``key`` names the target in messages.
 
     Raises:

@@ -1,7 +1,7 @@
 """Which parallel layouts the engine supports, and why it refuses the others: the one place that decides.
 
-What is not refused here equals one process with transformers and AdamW: `tools/parity.py` holds the list of layouts it
-was shown for, runs it, and writes the README's table from it.
+What is not refused here equals one process with transformers and AdamW: `rlscale.testing.parity` holds the list of
+layouts it was shown for and runs it; `tools/parity.py` writes the table of docs/parallelism.md from it.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ def _world(key: str, layout: ParallelConfig, world: int | None) -> Iterator[Viol
     if layout.sequence_parallel and tp == 1:
         yield Violation(
             (f"{key}.sequence_parallel", tp_key),
-            f"{key}.sequence_parallel splits what tensor parallelism leaves whole and needs {tp_key} > 1, not 1; "
-            "set one or the other",
+            f"{key}.sequence_parallel requires {tp_key} > 1, not 1; increase it or set sequence_parallel to false",
             "needs TP > 1",
         )
 

@@ -39,21 +39,9 @@ class ConfigError(ValueError):
         super().__init__(head + "\n  - ".join(self.violations))
 
 
-def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
-    """The configuration in ``path`` with its bases and the overrides applied.
-
-    Raises:
-        ConfigError: with everything that `read` finds.
-    """
-    config, found = read(path, overrides)
-    if found:
-        raise ConfigError([v.message for v in found])
-    return config
-
-
 def read(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tuple[Config, list[Violation]]:
-    """The configuration, and what is wrong with it key by key: unknown keys, wrong types, values out of bounds. A value
-    that could not be read is replaced by its default.
+    """The configuration in ``path`` with its bases and the overrides applied, and what is wrong with it key by key:
+    unknown keys, wrong types, values out of bounds. A value that could not be read is replaced by its default.
 
     Raises:
         ConfigError: a file cannot be read; whatever else could be said follows from its absence.
@@ -67,8 +55,8 @@ def read(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tuple[C
     return reader.build(Config, reader.tree, ""), reader.violations
 
 
-def unrelated(contradictions: Sequence[Violation], misread: Sequence[Violation]) -> list[Violation]:
-    """Those that do not follow from a value that could not be read and was replaced by its default."""
+def drop_consequences(contradictions: Sequence[Violation], misread: Sequence[Violation]) -> list[Violation]:
+    """The contradictions that do not follow from a value that could not be read and was replaced by its default."""
     wrong = [f"{key}." for v in misread for key in v.keys]  # the same key, one above it or one below
     follows = {
         v for v in contradictions for a in v.keys for b in wrong if f"{a}.".startswith(b) or b.startswith(f"{a}.")
@@ -82,7 +70,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def save(config: Config, path: str | os.PathLike[str]) -> None:
-    """Write the resolved configuration as a YAML file that `load` reads back to an equal one."""
+    """Write the resolved configuration as a YAML file that `read` reads back to an equal one."""
     text = yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
     Path(path).write_text(text, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What a model's path means: a folder of this machine, or a name on the hub."""
+"""What the paths of a model mean: a folder of this machine or a name on the hub; a chat template or its file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ def is_hub_name(name: str) -> bool:
     return not (slash and (first in LOCAL_FOLDERS or Path(first).exists()))
 
 
-def folder_problem(path: str) -> str | None:
+def folder_problem(name: str) -> str | None:
     """Why a model cannot be read (as far as the disk tells); None if it can, or may be ``org/name`` of the hub."""
-    if Path(path).is_dir():
-        return None if (Path(path) / "config.json").is_file() else f"model folder has no config.json: {path}"
-    return None if "/" in path and is_hub_name(path) else f"model folder does not exist: {path}"
+    if not Path(name).exists():
+        hub = "/" in name and is_hub_name(name)
+        return None if hub else f"no such folder: {name} (a hub name looks like org/name)"
+    if not Path(name).is_dir():
+        return f"{name} is a file; a model is a folder with config.json and safetensors files"
+    found = (Path(name) / "config.json").is_file()
+    return None if found else f"the folder {name} has no config.json, so it is not a Hugging Face model folder"
 
 
 def resolve_folder(path: str) -> Path:
@@ -30,3 +34,17 @@ def resolve_folder(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+
+
+def read_chat_template(template: str) -> str:
+    """The Jinja text of a template given inline or as a path.
+
+    Raises:
+        ValueError: it contains no Jinja and there is no such file.
+    """
+    if "{{" in template or "{%" in template:
+        return template
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise ValueError(f"model.chat_template: {template!r} is neither a Jinja template nor a file")
+    return path.read_text(encoding="utf-8")

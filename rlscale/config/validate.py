@@ -6,16 +6,16 @@ reason, so that it never becomes a hang or a wrong number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from rlscale.config import functions
-from rlscale.config.algorithms import Algorithm, Registries
+from rlscale.config.algorithms import PROVIDED, Algorithm, Registries
 from rlscale.config.layouts import ModelSizes, divisors, listed, refusals
-from rlscale.config.paths import is_hub_name
+from rlscale.config.paths import folder_problem, is_hub_name, read_chat_template
 from rlscale.config.schema import ActorConfig, Config, CriticConfig, SourceConfig, Violation
 
 LOGGERS = ("jsonl", "tensorboard")
@@ -38,16 +38,17 @@ def find_violations(
         registries: what keys that name an algorithm may name (`rlscale.algo.needs.registries`); None skips what
             depends on it, such as whether there is a critic.
     """
-    algorithms, unknown = _algorithms(config, registries or {})
+    registries = registries or {}
+    algorithms, unknown = _algorithms(config, registries)
     critic = any("values" in a.needs for a in algorithms.values())
     found = [
-        *_trainer(config, critic),
+        *_trainer(config, critic, registries),
         *_models(config, critic),
         *_data(config),
         *_batches("actor", config.actor, config),
         *refusals("actor", config.actor.parallel, world_size, spec),
         *_rollout(config, world_size, spec),
-        *_algorithm(config, algorithms),
+        *_algorithm(config, algorithms, registries),
         *_optimizers(config, critic),
         *_scorer(config),
         *unknown,
@@ -59,11 +60,11 @@ def find_violations(
     return found
 
 
-def _trainer(c: Config, critic: bool) -> Iterator[Violation]:
+def _trainer(c: Config, critic: bool, registries: Registries) -> Iterator[Violation]:
     t = c.trainer
     for i, name in enumerate(t.logger):
         if name not in LOGGERS:
-            yield Violation((f"trainer.logger.{i}",), f"trainer.logger: {name!r} is none of {', '.join(LOGGERS)}")
+            yield Violation((f"trainer.logger.{i}",), f"trainer.logger: {name!r} is not one of {', '.join(LOGGERS)}")
     if t.test_freq > 0 and not c.data.val:
         yield Violation(
             ("trainer.test_freq", "data.val"),
@@ -74,7 +75,7 @@ def _trainer(c: Config, critic: bool) -> Iterator[Violation]:
         yield Violation(
             ("trainer.critic_warmup", "algorithm.adv_estimator"),
             f"trainer.critic_warmup is {t.critic_warmup}, but adv_estimator {c.algorithm.adv_estimator} trains no "
-            "critic; set it to 0 or adv_estimator to gae",
+            f"critic; set it to 0{_or(registries, 'algorithm.adv_estimator', lambda a: 'values' in a.needs)}",
         )
     if t.total_training_steps is not None and 0 < t.total_training_steps <= t.critic_warmup:
         yield Violation(
@@ -101,26 +102,20 @@ def _trainer(c: Config, critic: bool) -> Iterator[Violation]:
 def _models(c: Config, critic: bool) -> Iterator[Violation]:
     if not c.model.path:
         yield Violation(("model.path",), "model.path must name a Hugging Face folder or hub model")
-    folders = {"model.path": c.model.path, "model.tokenizer_path": c.model.tokenizer_path}
-    if critic:
-        folders["critic.path"] = c.critic.path
-    for key, name in folders.items():
-        if not name:
-            continue
-        path = Path(name).expanduser()
-        is_file = key == "model.tokenizer_path" and path.is_file()
-        if not path.exists() and not is_hub_name(name):
-            hint = "; tools/prepare_model.py makes the quickstart's model" if key == "model.path" else ""
-            yield Violation((key,), f"{key}: no such folder: {name} (a hub name looks like org/name){hint}")
-        elif path.exists() and not path.is_dir() and not is_file:
-            message = f"{key}: {name} is a file; a model is a folder with config.json and safetensors files"
-            yield Violation((key,), message)
-        elif path.is_dir() and key != "model.tokenizer_path" and not (path / "config.json").is_file():
-            yield Violation((key,), f"{key}: the folder {name} has no config.json, so it is no Hugging Face model")
-    template = c.model.chat_template
-    if template and "{" not in template and not Path(template).expanduser().is_file():
-        message = f"model.chat_template: {template!r} is neither a Jinja template nor a file"
-        yield Violation(("model.chat_template",), message)
+    elif wrong := folder_problem(c.model.path):
+        hint = "" if Path(c.model.path).exists() else "; tools/prepare_model.py makes the quickstart's model"
+        yield Violation(("model.path",), f"model.path: {wrong}{hint}")
+    if critic and c.critic.path and (wrong := folder_problem(c.critic.path)):
+        yield Violation(("critic.path",), f"critic.path: {wrong}")
+    tokenizer = c.model.tokenizer_path
+    if tokenizer and not Path(tokenizer).expanduser().exists() and not is_hub_name(tokenizer):
+        message = f"model.tokenizer_path: no such folder: {tokenizer} (a hub name looks like org/name)"
+        yield Violation(("model.tokenizer_path",), message)
+    if c.model.chat_template is not None:
+        try:
+            read_chat_template(c.model.chat_template)
+        except (ValueError, OSError) as error:
+            yield Violation(("model.chat_template",), str(error))
 
 
 def _data(c: Config) -> Iterator[Violation]:
@@ -223,8 +218,8 @@ def _rollout(c: Config, world: int | None, spec: ModelSizes | None) -> Iterator[
     if spec is not None and 0 < spec.max_positions < longest:
         yield Violation(
             ("data.max_prompt_length", "data.max_response_length"),
-            f"data.max_prompt_length + max_response_length is {longest} tokens, but the model knows "
-            f"{spec.max_positions} positions",
+            f"data.max_prompt_length + max_response_length is {longest} tokens, but the model "
+            f"supports at most {spec.max_positions} positions",
         )
     if r.top_k == 0:
         message = "rollout.top_k is 0: no token could be sampled; -1 switches top-k sampling off"
@@ -257,7 +252,14 @@ def _value(c: Config, key: str) -> Any:
     return reduce(getattr, key.split("."), c)
 
 
-def _algorithm(c: Config, algorithms: Mapping[str, Algorithm]) -> Iterator[Violation]:
+def _or(registries: Registries, key: str, fits: Callable[[Algorithm], bool]) -> str:
+    """`` or KEY to NAME or NAME`` of the fitting algorithms of a key that a step can provide for; empty: none."""
+    known = registries[key].algorithms() if key in registries else []
+    names = " or ".join(a.names[0] for a in known if a.needs <= PROVIDED and fits(a))
+    return f" or {key.rpartition('.')[2]} to {names}" if names else ""
+
+
+def _algorithm(c: Config, algorithms: Mapping[str, Algorithm], registries: Registries) -> Iterator[Violation]:
     a, actor = c.algorithm, c.actor
     for key, algorithm in algorithms.items():
         if c.rollout.n == 1 and "group" in algorithm.needs:
@@ -265,7 +267,7 @@ def _algorithm(c: Config, algorithms: Mapping[str, Algorithm]) -> Iterator[Viola
             yield Violation(
                 ("rollout.n", key),
                 f"rollout.n is 1, but {name} compares the responses to one prompt with each other; set rollout.n to at "
-                "least 2, or adv_estimator to gae",
+                f"least 2{_or(registries, key, lambda a: 'group' not in a.needs)}",
             )
     ctrl = a.kl_ctrl
     if ctrl.type == "interval" and not (ctrl.target_low and ctrl.target_high and ctrl.target_low < ctrl.target_high):
@@ -283,8 +285,8 @@ def _algorithm(c: Config, algorithms: Mapping[str, Algorithm]) -> Iterator[Viola
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         yield Violation(
             ("actor.loss_scale_factor", "actor.loss_agg_mode"),
-            "actor.loss_scale_factor is the C of loss_agg_mode seq-mean-token-sum-norm and means nothing to "
-            f"{actor.loss_agg_mode}; leave it null",
+            "actor.loss_scale_factor is the C of loss_agg_mode seq-mean-token-sum-norm and has no effect with "
+            f"{actor.loss_agg_mode}; set it to null",
         )
 
 

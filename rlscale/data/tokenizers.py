@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlscale.config.paths import is_hub_name, resolve_folder
+from rlscale.config.paths import is_hub_name, read_chat_template, resolve_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ def _load(key: str, name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, AttributeError, ... here
-        where = f"the folder {name}" if path.is_dir() else f"{name}, which is no local folder, or from the hub"
+        where = f"the folder {name}" if path.is_dir() else f"{name}, neither a local folder nor loadable from the hub"
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise ValueError(f"{key}: no tokenizer could be loaded from {where} ({reason})") from error
 
@@ -68,20 +68,6 @@ def _sentencepiece_model(path: Path) -> Path | None:
     return None
 
 
-def read_chat_template(template: str) -> str:
-    """The Jinja text of a template given inline or as a path.
-
-    Raises:
-        ValueError: it contains no Jinja and there is no such file.
-    """
-    if "{{" in template or "{%" in template:
-        return template
-    path = Path(template).expanduser()
-    if not path.is_file():
-        raise ValueError(f"model.chat_template: {template!r} is neither a Jinja template nor a file")
-    return path.read_text(encoding="utf-8")
-
-
 def eos_token_ids(model_path: str, tokenizer: Any) -> list[int]:
     """Every id that ends a response, sorted: those of the model's generation config and the tokenizer's own.
 
@@ -90,7 +76,7 @@ def eos_token_ids(model_path: str, tokenizer: Any) -> list[int]:
     Raises:
         ValueError: there is none at all, so that no response could end.
     """
-    file = resolve_folder(str(Path(model_path).expanduser())) / "generation_config.json"
+    file = resolve_folder(model_path) / "generation_config.json"
     named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     ids = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
     if not ids:

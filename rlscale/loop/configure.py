@@ -11,7 +11,7 @@ from rlscale.algo.needs import registries, uses_critic, uses_reference
 from rlscale.cluster.device import detect
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.config import ConfigError, read
-from rlscale.config.load import unrelated
+from rlscale.config.load import drop_consequences
 from rlscale.config.schema import Config, ParallelConfig
 from rlscale.config.validate import find_violations
 from rlscale.model.arch import ModelSpec
@@ -59,7 +59,7 @@ def configure(path: str, overrides: list[str], world: int) -> Checked:
             except (ValueError, OSError) as error:
                 unreadable["critic.path"] = f"critic.path: {error}"
     found = find_violations(cfg, world, spec=spec, critic_spec=critic_spec, registries=registries())
-    lines = [v.message for v in [*misread, *unrelated(found, misread)]]
+    lines = [v.message for v in [*misread, *drop_consequences(found, misread)]]
     named = {key for violation in found for key in violation.keys}
     lines += [message for key, message in unreadable.items() if key not in named]
     if spec is not None and "trainer.device" not in unreadable:

@@ -31,7 +31,7 @@ def main(fd: int, parent: int) -> None:
     try:
         targets: list[str] = pipe.recv()
         try:
-            loaded = {target: functions.load("reward.scorer", target) for target in targets}
+            loaded = {target: functions.load_function("reward.scorer", target) for target in targets}
         except ValueError as error:
             pipe.send(str(error))
             return

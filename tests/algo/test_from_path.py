@@ -11,11 +11,12 @@ import torch
 from rlscale.algo.advantages import estimate_advantages
 from rlscale.algo.needs import registries, uses_critic, uses_old_logprobs, uses_reference
 from rlscale.batch.weights import loss_weights
-from rlscale.config import Config, find_violations, functions, load, save
+from rlscale.config import Config, find_violations, functions, save
 from rlscale.config.load import read
 from rlscale.loop.objectives import actor_loss, contributing_samples
 from rlscale.reward import scorers, worker
 from rlscale.testing.batches import random_batch
+from tests.configurations import load
 
 ROOT = Path(__file__).parents[2]
 ESTIMATOR = "examples/new_estimator.py:median_baseline"
@@ -72,7 +73,7 @@ def test_a_loss_from_a_path_goes_through_the_objectives() -> None:
 
 
 def test_a_reward_from_a_path() -> None:
-    scorer = functions.load("reward.scorer", scorers.expand(REWARD))
+    scorer = functions.load_function("reward.scorer", scorers.expand(REWARD))
     given = dict(data_source="", solution_str="it is 7", ground_truth="7", extra_info={})
     assert worker.call(scorer, given) == (1.0, "", {"right": 1.0, "words": 3.0})
     assert worker.call(scorer, given | {"words": 2})[0] == 0.5
@@ -144,8 +145,8 @@ def test_a_path_that_cannot_be_used_is_one_clear_error(
         (f"algorithm.adv_estimator={ESTIMATOR} algorithm.adv_args.scale=0", "adv_args.scale must be above 0, not 0"),
         (f"actor.policy_loss={LOSS} actor.policy_loss_args.strenght=1", "did you mean actor.policy_loss_args.strength"),
         ("algorithm.adv_estimator=remax", "'remax' needs the reward of a greedy response, which no step provides yet"),
-        ("algorithm.adv_estimator=grop", "'grop' is none of gae, gpg, grpo"),
-        ("actor.kl_loss_type=k4", "'k4' is none of abs, abs+"),
+        ("algorithm.adv_estimator=grop", "'grop' is not one of gae, gpg, grpo"),
+        ("actor.kl_loss_type=k4", "'k4' is not one of abs, abs+"),
     ],
 )  # fmt: skip
 def test_names_and_arguments_are_checked_when_the_configuration_is_read(

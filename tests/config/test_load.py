@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlscale.algo.needs import registries
-from rlscale.config import Config, ConfigError, load, read, save, to_dict
-from rlscale.config.load import unrelated
+from rlscale.config import Config, ConfigError, read, save, to_dict
+from rlscale.config.load import drop_consequences
 from rlscale.config.reference import reference, table
 from rlscale.config.validate import find_violations
 from rlscale.config.yaml12 import parse_yaml
+from tests.configurations import load
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "yamls").glob("*.yaml"))
@@ -228,7 +229,8 @@ def test_contradictions_are_reported_in_the_same_error_unless_they_follow_from_a
         "actor: {ppo_mini_batch_size: 3}\nrollout: {n: 1, tensor_model_parallel_size: 3}",
     )
     config, misread = read(path)
-    found = [v.message for v in (*misread, *unrelated(find_violations(config, 4, registries=registries()), misread))]
+    contradictions = find_violations(config, 4, registries=registries())
+    found = [v.message for v in (*misread, *drop_consequences(contradictions, misread))]
     assert [f for f in found if "data.train_batch_size must be" in f]
     assert [f for f in found if "rollout.n is 1" in f] and [
         f for f in found if "rollout.tensor_model_parallel_size 3" in f
@@ -330,8 +332,8 @@ def test_recipes_load_and_hold_differences_only(path: Path) -> None:
 def test_reading_a_configuration_loads_nothing_heavy() -> None:
     """A faulty file is refused before torch, let alone an engine, is imported."""
     code = (
-        "import sys; from rlscale.config import find_violations, load; "
-        "find_violations(load('yamls/quickstart_cpu.yaml', ['model.path=org/name']), 2); "
+        "import sys; from rlscale.config import find_violations, read; "
+        "find_violations(read('yamls/quickstart_cpu.yaml', ['model.path=org/name'])[0], 2); "
         "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     run = subprocess.run(

@@ -286,7 +286,7 @@ def test_names_of_registries(config: Config) -> None:
     config.algorithm.adv_estimator = "grppo"
     (violation,) = find_violations(config, registries=names)
     assert violation.keys == ("algorithm.adv_estimator",)
-    assert "'grppo' is none of gae, grpo; did you mean grpo?" in violation.message
+    assert "'grppo' is not one of gae, grpo; did you mean grpo?" in violation.message
 
 
 def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

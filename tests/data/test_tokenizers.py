@@ -93,7 +93,7 @@ def test_chat_template_inline_and_from_a_file(tiny_model: Callable[..., str], tm
         ({"path": "tests/nothing"}, "model.path: no folder tests/nothing"),
         ({"tokenizer_path": "/no/such/file.model"}, "model.tokenizer_path: no folder"),
         ({"path": "tests/data"}, "model.path: no tokenizer could be loaded from the folder tests/data"),
-        ({"path": "an-organisation/no-model"}, "which is no local folder, or from the hub"),
+        ({"path": "an-organisation/no-model"}, "neither a local folder nor loadable from the hub"),
         ({"chat_template": "missing.jinja"}, "model.chat_template: 'missing.jinja' is neither"),
         ({"chat_template": "{{ nothing() }}"}, "model.chat_template: UndefinedError"),
         ({"chat_template": "{% for %}"}, "model.chat_template: TemplateSyntaxError"),

@@ -56,7 +56,7 @@ def test_another_run_is_refused_with_every_key() -> None:
     with pytest.raises(ValueError) as refused:
         messages(model__path="other", trainer__seed=7, actor__optim__lr=1e-5)
     text = str(refused.value)
-    assert "step_000001 is of another run" in text and 'model.path: "" in the checkpoint, "other" now' in text
+    assert "step_000001 belongs to another run" in text and 'model.path: "" in the checkpoint, "other" now' in text
     assert "trainer.seed: 1 in the checkpoint, 7 now" in text and "optim" not in text
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlscale.config import Config, load
+from rlscale.config import Config
 from rlscale.observe.writers import METRICS, RunWriter, read_metrics, read_records
+from tests.configurations import load
 from tests.disk import small_file_system
 
 

@@ -166,4 +166,4 @@ def test_reasoning_gym_scores_with_the_task() -> None:
 
 def test_every_built_in_scorer_loads() -> None:
     for name in [*scorers.SCORERS, *(f"source:{source}" for source in scorers.SOURCES)]:
-        assert callable(functions.load("reward.scorer", scorers.expand(name))), name
+        assert callable(functions.load_function("reward.scorer", scorers.expand(name))), name

@@ -139,7 +139,7 @@ def test_what_a_configuration_leaves_out_comes_from_its_architecture(tmp_path: P
         ({"architectures": ["GPT2LMHeadModel"]}, {}, "architecture GPT2LMHeadModel is not supported"),
         ({"hidden_size": "12"}, {}, "config.json: hidden_size '12' is not a positive number"),
         ({"vocab_size": 0}, {}, "config.json: vocab_size 0 is not a positive number"),
-        ({}, {"--model": "/nowhere/model"}, "model folder does not exist: /nowhere/model"),
+        ({}, {"--model": "/nowhere/model"}, "no such folder: /nowhere/model"),
         ({}, {"--model": "/nowhere/config.json"}, "no such file: /nowhere/config.json"),
     ],
 )  # fmt: skip
