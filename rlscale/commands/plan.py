@@ -23,6 +23,7 @@ node n, with R = --ranks-per-node.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -67,27 +68,26 @@ def read_spec(path: str) -> ModelSpec:
         raise ValueError(f"{file}: architectures {names!r} is not a list of names")
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     check_sizes(file, {key: config.get(key) for key in (*sizes, "head_dim", "vocab_size")})
-    try:
-        if "head_dim" in config or names[0] in DERIVED_HEAD_DIM:
-            return checked(file, ModelSpec.from_config(SimpleNamespace(**config), rope=False))
-    except AttributeError:  # leaves something to the defaults of its architecture, which transformers knows
-        pass
+    spec = None
+    if "head_dim" in config or names[0] in DERIVED_HEAD_DIM:
+        with contextlib.suppress(AttributeError):  # leaves something to the defaults of its architecture
+            spec = ModelSpec.from_config(SimpleNamespace(**config), rope=False)
+    spec = spec or ModelSpec.from_config(completed(file, config), rope=False)
+    sizes = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
+    check_sizes(file, {key: getattr(spec, key) for key in sizes})
+    return spec
+
+
+def completed(file: Path, config: dict[str, Any]) -> Any:
+    """The configuration with the defaults of its architecture, which transformers knows."""
     from transformers import AutoConfig
 
     if "model_type" not in config:
         raise ValueError(f"{file}: has no model_type")
     try:
-        completed = AutoConfig.for_model(**config)
+        return AutoConfig.for_model(**config)
     except Exception as error:  # its validation has exceptions of its own
         raise ValueError(f"{file}: transformers refuses it: {' '.join(str(error).split())}") from None
-    return checked(file, ModelSpec.from_config(completed, rope=False))
-
-
-def checked(file: Path, spec: ModelSpec) -> ModelSpec:
-    """The same. Raises ValueError if a size is not a positive number."""
-    sizes = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
-    check_sizes(file, {key: getattr(spec, key) for key in sizes})
-    return spec
 
 
 def check_sizes(file: Path, sizes: dict[str, Any]) -> None:
@@ -116,14 +116,14 @@ def figures(
 ) -> dict[str, Any]:
     """Figures of one way to move the weights, from what each rank receives and sends; bytes."""
 
-    def spread(by_rank: dict[int, int]) -> dict[str, float]:
-        values = list(by_rank.values())
+    def min_mean_max(by_rank: dict[int, int]) -> dict[str, float]:
+        values = by_rank.values()
         return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
 
     total = sum(received.values())
     return {
         "total": total, **links, "lower_bound": bound, "ratio": total / bound if bound else 1.0,
-        "received": spread(received), "sent": spread(sent), "from_network": spread(from_network),
+        "received": min_mean_max(received), "sent": min_mean_max(sent), "from_network": min_mean_max(from_network),
     }  # fmt: skip
 
 
@@ -140,27 +140,27 @@ def planned(t: Traffic) -> dict[str, Any]:
 def gathered(source: Layout, dims: ParallelDims, itemsize: int, ranks_per_node: int) -> dict[str, Any]:
     """Whole tensors on every rank: a chain over PP, then a ring over TP (formulas in the module's docstring)."""
     model = sum(volume(whole(shape)) for shape in source.shapes.values()) * itemsize
-    own: dict[int, int] = {}
+    held_bytes: dict[int, int] = {}
     places: dict[int, set[Any]] = {tp: set() for tp in range(dims.tp)}
     for shard in source.shards:
         slices = {held[:2] for held in shard.slices}
         places[dims.coords(shard.ranks[0]).tp] |= slices
-        own |= dict.fromkeys(shard.ranks, sum(volume(index) for _, index in slices) * itemsize)
+        held_bytes |= dict.fromkeys(shard.ranks, sum(volume(index) for _, index in slices) * itemsize)
     of_place = {tp: sum(volume(index) for _, index in slices) * itemsize for tp, slices in places.items()}
-    received, sent, far = (dict.fromkeys(range(dims.world), 0) for _ in range(3))
+    received, sent, from_network = (dict.fromkeys(range(dims.world), 0) for _ in range(3))
     for rank in range(dims.world):
         at = dims.coords(rank)
         for before, nbytes in (
-            (at._replace(pp=(at.pp - 1) % dims.pp), of_place[at.tp] - own[rank]),
+            (at._replace(pp=(at.pp - 1) % dims.pp), of_place[at.tp] - held_bytes[rank]),
             (at._replace(tp=(at.tp - 1) % dims.tp), model - of_place[at.tp]),
         ):
             sender = dims.rank_of(**before._asdict())
             received[rank] += nbytes
             sent[sender] += nbytes
-            far[rank] += nbytes if sender // ranks_per_node != rank // ranks_per_node else 0
-    network = sum(far.values())
-    links = {"device": sum(own.values()), "node": sum(received.values()) - network, "network": network}
-    return figures(received, sent, far, links, sum(received.values()))
+            from_network[rank] += nbytes if sender // ranks_per_node != rank // ranks_per_node else 0
+    network = sum(from_network.values())
+    links = {"device": sum(held_bytes.values()), "node": sum(received.values()) - network, "network": network}
+    return figures(received, sent, from_network, links, sum(received.values()))
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def text(result: dict[str, Any]) -> str:
         f"{model['architecture']}: {model['parameters'] / 1e9:.2f} G parameters, {gb(model['bytes'])} GB "
         f"as {result['dtype']}",
         f"from Megatron {sizes} to {engine['replicas']} vLLM engines of tp={engine['tp']} pp={engine['pp']}",
-        f"{result['ranks']} ranks, {result['ranks_per_node']} a node; {result['rounds']} rounds of buckets of "
+        f"{result['ranks']} ranks, {result['ranks_per_node']} per node; {result['rounds']} rounds of buckets of "
         f"{result['bucket_bytes'] / 2**20:.0f} MiB; planned in {result['seconds']:.2f} s",
         "",
         f"{'GB (10^9 bytes)':<34}" + "".join(f"{name:>26}" for name in ways),
@@ -224,18 +224,17 @@ def text(result: dict[str, Any]) -> str:
     def row(title: str, value: Callable[[dict[str, Any]], str]) -> None:
         lines.append(f"{title:<34}" + "".join(f"{value(way):>26}" for way in ways.values()))
 
-    def spread(key: str) -> Callable[[dict[str, Any]], str]:
+    def min_mean_max(key: str) -> Callable[[dict[str, Any]], str]:
         return lambda way: " / ".join(gb(way[key][which]) for which in ("min", "mean", "max"))
 
     row("received from other ranks, total", lambda way: gb(way["total"]))
     row("  within a node", lambda way: gb(way["node"]))
     row("  from another node", lambda way: gb(way["network"]))
     row("stays on its device, total", lambda way: gb(way["device"]))
-    row("received, rank min/mean/max", spread("received"))
-    row("sent, rank min/mean/max", spread("sent"))
-    row("from other nodes, min/mean/max", spread("from_network"))
-    mine = ways["this plan"]
-    bound, sent = mine["lower_bound"], mine["sent"]
+    row("received, rank min/mean/max", min_mean_max("received"))
+    row("sent, rank min/mean/max", min_mean_max("sent"))
+    row("from other nodes, min/mean/max", min_mean_max("from_network"))
+    bound, sent = ways["this plan"]["lower_bound"], ways["this plan"]["sent"]
     row("times the plan's lower bound", lambda way: f"{way['total'] / bound:.2f}" if bound else "-")
     most = sent["max"] / sent["mean"] if sent["mean"] else 1.0
     lines += [

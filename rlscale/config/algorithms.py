@@ -132,10 +132,11 @@ def declare(
     return note
 
 
+@dataclass(eq=False)
 class Registry:
     """Functions of one kind by name.
 
-    Args:
+    Attributes:
         kind: the word used in messages, e.g. ``advantage estimator``.
         key: the key of the configuration that names one; args_key: the key of its own arguments. Without them, there
             are no functions from a path.
@@ -143,18 +144,13 @@ class Registry:
         suffix: an ending that any name may have (``k3+``); the function is the same.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        key: str | None = None,
-        args_key: str | None = None,
-        common: Mapping[str, str] | None = None,
-        suffix: str = "",
-    ) -> None:
-        self.kind, self.key, self.args_key, self.suffix = kind, key, args_key, suffix
-        self.common = dict(common or {})
-        self._algorithms: dict[str, Algorithm] = {}
-        self._of_users: dict[str, Algorithm] = {}
+    kind: str
+    key: str | None = None
+    args_key: str | None = None
+    common: Mapping[str, str] = field(default_factory=dict)
+    suffix: str = ""
+    _algorithms: dict[str, Algorithm] = field(default_factory=dict, init=False)
+    _of_users: dict[str, Algorithm] = field(default_factory=dict, init=False)
 
     def register(self, *names: str, **said: Any) -> Callable[[Function], Function]:
         """Decorator that adds a function under one or several names; ``said``: as for `declare`."""

@@ -236,8 +236,7 @@ class _Reader:
         """Note a value outside the field's choices or bounds."""
         choices = ["null" if c is None else str(c) for c in f.metadata.get("choices", ())]
         if choices and value not in f.metadata["choices"]:
-            near = difflib.get_close_matches(str(value), choices, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(str(value), choices, 1))
             self.say(path, f"{path} must be one of {', '.join(choices)}, not {show(value)}{hint}")
         for message in outside(path, value, f.metadata):
             self.say(path, message)

@@ -53,8 +53,7 @@ def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[Prompt
         ValueError: no such generator, or parameters it doesn't take.
     """
     if name not in GENERATORS:
-        near = difflib.get_close_matches(name, GENERATORS, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = "".join(f"did you mean {near!r}? " for near in difflib.get_close_matches(name, GENERATORS, 1))
         raise ValueError(f"task {name!r} doesn't exist: {hint}(there are: {', '.join(sorted(GENERATORS))})")
     try:
         inspect.signature(GENERATORS[name]).bind(size, seed, **params)

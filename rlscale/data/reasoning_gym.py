@@ -40,9 +40,9 @@ def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[Prompt
         raise ValueError(f"reasoning_gym has no task {name!r}" + (f": did you mean {near}?" if near else ""))
     options = dict(params)
     instruction = options.pop("instruction", INSTRUCTION)
-    spread = int.from_bytes(hashlib.sha256(f"{name}/{seed}".encode()).digest()[:4]) >> 1
+    hashed = int.from_bytes(hashlib.sha256(f"{name}/{seed}".encode()).digest()[:4]) >> 1
     try:
-        data = reasoning_gym.create_dataset(name, size=size, seed=spread, **options)
+        data = reasoning_gym.create_dataset(name, size=size, seed=hashed, **options)
         items = [data[i] for i in range(size)]
     except Exception as error:  # assertions, TypeError, KeyError: whatever a task's config does
         raise ValueError(f"reasoning_gym task {name!r}, params {params}: {type(error).__name__}: {error}") from error
