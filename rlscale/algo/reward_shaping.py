@@ -27,12 +27,6 @@ def place_rewards(scores: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return out
 
 
-def policy_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Policy tokens of each response (not the span, where observations stand in between). ``[B]`` int64."""
-    check_shapes(cu_seqlens, per_token={"mask": mask})
-    return segment_sum((mask > 0).double(), cu_seqlens).long()
-
-
 def kl_in_reward(
     token_scores: Tensor,
     logprobs: Tensor,

@@ -17,8 +17,8 @@ from rlscale.algo.kl import AdaptiveKL, FixedKL, kl, kl_loss
 from rlscale.algo.pass_at_k import maj_at_k, pass_at_k
 from rlscale.algo.policy_loss import policy_loss
 from rlscale.algo.preference import bradley_terry, dpo, pair_weights, supervised_targets, token_cross_entropy
-from rlscale.algo.reward_shaping import kl_in_reward, overlong_penalty, place_rewards, policy_tokens
-from rlscale.algo.segments import whiten
+from rlscale.algo.reward_shaping import kl_in_reward, overlong_penalty, place_rewards
+from rlscale.algo.segments import sequence_counts, whiten
 from rlscale.algo.value_loss import value_loss
 from rlscale.batch.balance import balanced_partition
 from rlscale.batch.microbatch import pack_by_budget
@@ -443,7 +443,7 @@ def run_placement(c: Case, name: str) -> Answer:
 
 
 def run_response_length(c: Case, name: str) -> Answer:
-    return Answer({"model_tokens": int(policy_tokens(c.mask, c.cu).sum())})
+    return Answer({"model_tokens": int(sequence_counts(c.mask > 0, c.cu).sum())})
 
 
 def run_pass_at_k(c: Case, name: str) -> Answer:
