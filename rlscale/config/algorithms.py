@@ -73,7 +73,7 @@ class Algorithm:
     Attributes:
         needs: keys of `NEEDS`.
         zero_at_zero_advantage: (losses) a response whose advantages are all 0 has exactly no loss and no gradient.
-        prepare: (losses) the statistic of the mini-batch.
+        prepare: (losses) the statistic of the mini-batch, which the loss takes as its keyword ``statistic``.
         arguments: its own; common: those that every run has, and the keys that set them.
     """
 

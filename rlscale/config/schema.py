@@ -76,9 +76,7 @@ class TrainerConfig:
         "raise an error, and every engine receives a fixed share of the prompts in one batch",
     )
     device: str = opt("auto", "device type; auto: cuda if available, else cpu", choices=("auto", "cpu", "cuda"))
-    total_training_steps: int | None = opt(
-        None, "training steps (one rollout batch each); null: derived from total_epochs", min=1
-    )
+    total_training_steps: int | None = opt(None, "training steps (rollout batches); null: from total_epochs", min=1)
     total_epochs: int = opt(1, "passes over the training data, used where total_training_steps is null", min=1)
     save_freq: int = opt(
         0, "steps between checkpoints (weights, optimizer, run state) in checkpoints/; 0: at the end, -1: none", min=-1
@@ -198,9 +196,7 @@ class OptimConfig:
     grad_clip: float = opt(1.0, "global gradient norm above which gradients are scaled down; 0: no clipping", min=0)
     lr_scheduler: str = opt("constant", "learning rate after the warm-up", choices=("constant", "cosine", "linear"))
     lr_warmup_steps: int = opt(0, "optimizer steps of linear warm-up", min=0)
-    lr_warmup_steps_ratio: float = opt(
-        0.0, "linear warm-up as a fraction of the run's optimizer steps; set only one of the two", min=0, below=1
-    )
+    lr_warmup_steps_ratio: float = opt(0.0, "warm-up as a fraction of all steps; set one of the two", min=0, below=1)
     min_lr_ratio: float = opt(0.0, "final learning rate as a share of lr (cosine, linear)", min=0, max=1)
     max_skipped_steps: int = opt(
         3, "consecutive steps skipped for a non-finite loss or gradient norm after which the run stops", min=1
@@ -238,9 +234,7 @@ class ActorConfig(TrainedConfig):
     policy_loss_args: dict[str, Any] = opt({}, "further keyword arguments of the policy loss")
     clip_ratio_low: float = opt(0.2, "lower clip bound of the probability ratio is 1 - this", min=0, max=1)
     clip_ratio_high: float = opt(0.2, "upper clip bound of the probability ratio is 1 + this", min=0)
-    clip_ratio_c: float | None = opt(
-        3.0, "dual clip: for a negative advantage A the loss is at most -c A; null: off", above=1
-    )
+    clip_ratio_c: float | None = opt(3.0, "dual clip: loss at most -c A for an advantage A < 0; null: off", above=1)
     loss_scale_factor: float | None = opt(None, "C of seq-mean-token-sum-norm; null: max_response_length", above=0)
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus in the loss")
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
@@ -251,9 +245,7 @@ class ActorConfig(TrainedConfig):
 
 @dataclass
 class CriticConfig(TrainedConfig):
-    path: str | None = opt(
-        None, "Hugging Face folder with the critic's initial weights; null: model.path with a new value head"
-    )
+    path: str | None = opt(None, "Hugging Face folder of the initial weights; null: model.path with a new value head")
     ppo_mini_batch_size: int | None = opt(None, "prompts per optimizer step, global; null: the actor's", min=1)
     ppo_epochs: int | None = opt(None, "passes over each rollout batch; null: the actor's", min=1)
     cliprange_value: float = opt(0.5, "clip range of the value loss around the old values", above=0)
@@ -300,9 +292,7 @@ class RolloutConfig:
 
 @dataclass
 class RewardConfig:
-    scorer: str | None = opt(
-        None, "built-in scorer, module:function or path/file.py:function; null: the data source's default"
-    )
+    scorer: str | None = opt(None, "built-in name, module:function or path/file.py:function; null: the source's own")
     scorer_args: dict[str, Any] = opt({}, "further keyword arguments of the scorer")
     num_workers: int = opt(1, "scorer processes per rollout leader", min=1)
     timeout_s: float = opt(10.0, "seconds for scoring one response; then it counts as a failure", above=0)
@@ -310,9 +300,7 @@ class RewardConfig:
 
 @dataclass
 class KLControlConfig:
-    type: str = opt(
-        "fixed", "controller of the KL coefficient in the reward", choices=("fixed", "adaptive", "interval")
-    )
+    type: str = opt("fixed", "controller of the reward's KL coefficient", choices=("fixed", "adaptive", "interval"))
     kl_coef: float = opt(0.001, "(initial) coefficient", min=0)
     horizon: float = opt(10000.0, "samples over which the adaptive and the interval controller correct", above=0)
     target_kl: float = opt(0.1, "KL that the adaptive controller aims at, nats per token", above=0)
