@@ -114,7 +114,7 @@ class _Reader:
                 return tree or {}
             problem = f"{path}: must hold a mapping of keys, not {show(tree)}"
         except FileNotFoundError:
-            near = difflib.get_close_matches(path.name, _yaml_files(path.parent), 1)
+            near = difflib.get_close_matches(path.name, sorted(p.name for p in path.parent.glob("*.y*ml")), 1)
             hint = f"; did you mean {path.parent / near[0]}?" if near else ""
             problem = f"no such configuration file: {path}{named_by}{hint}"
         except (OSError, UnicodeDecodeError) as error:
@@ -261,10 +261,6 @@ def _nearest(key: str, path: str, prefix: str, siblings: list[str]) -> str:
     alike = [p for p in everywhere if difflib.get_close_matches(name, [p.rpartition(".")[2]])]
     near = near or difflib.get_close_matches(path, alike, 1)
     return f"; did you mean {near[0]!r}?" if near else f"; {prefix or 'the top level'} has: {', '.join(siblings)}"
-
-
-def _yaml_files(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")) if folder.is_dir() else []
 
 
 def _problem(error: yaml.YAMLError) -> str:
