@@ -73,8 +73,8 @@ def read_spec(path: str) -> ModelSpec:
         with contextlib.suppress(AttributeError):  # leaves something to the defaults of its architecture
             spec = ModelSpec.from_config(SimpleNamespace(**config), rope=False)
     spec = spec or ModelSpec.from_config(completed(file, config), rope=False)
-    sizes = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
-    check_sizes(file, {key: getattr(spec, key) for key in sizes})
+    read = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
+    check_sizes(file, {key: getattr(spec, key) for key in read})
     return spec
 
 
