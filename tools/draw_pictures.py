@@ -166,7 +166,9 @@ def packed_sequence() -> None:
     shades = {-1: STRONG_BLUE, 0: STRONG_GREEN, 1: STRONG_AMBER, 2: STRONG_VIOLET}
     size, left, top = 20, 190, 96
     p = Picture(960, top + 40 + size * len(kind) + 30, "A packed sequence with its attention mask")
-    title = "Two prompts, with three and two responses, packed. A response attends to its prompt and to itself."
+    title = (
+        "Two prompts with three and two responses in a packed sequence. A response attends to its prompt and to itself."
+    )
     p.text(24, 36, title, 15, "start")
     count = f"{packed.length} tokens with shared prompts, {alone.length} if every response brings its own; "
     p.text(24, 60, count + "the last token of a response predicts nothing and is left out.", 13, "start", fill=GREY)
