@@ -10,8 +10,8 @@ Four ideas carry it:
 
 * Every rank runs this file. Rank r holds a shard of the policy (Megatron under DeepSpeed ZeRO) and, on the same device,
   a worker of a vLLM engine.
-* A batch is one flat row of response tokens with `cu_seqlens`, identical on every rank. Group statistics and loss
-  weights are computed from it without a collective.
+* A batch is flat: the response tokens of all samples in one tensor, with `cu_seqlens`, identical on every rank. Group
+  statistics and loss weights are computed from it without a collective.
 * The loss is a sum weighted by counts of the whole batch, so that any division over micro-batches and ranks gives the
   same gradient.
 * Weights reach the engines by a plan: which rank holds which slice of which tensor, and which worker lacks it.
@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that was never installed
 
 from rlscale.config import ConfigError
-from rlscale.loop.configure import Checked, configure  # imports nothing heavy: a misspelt key costs no time
+from rlscale.loop.configure import Checked, configure  # imports nothing heavy: a misspelt key is reported at once
 
 
 def reward(text: str, answer: str) -> float:
@@ -38,7 +38,7 @@ def reward(text: str, answer: str) -> float:
 
 
 def group_advantages(rewards, group, eps: float = 1e-6):
-    """GRPO (Shao et al. 2024, arXiv:2402.03300): the reward of a response beside those of its group.
+    """GRPO (Shao et al. 2024, arXiv:2402.03300): the reward of a response compared with those of its group.
 
     Args:
         rewards: ``[B]``, one score per response. group: ``[B]``, the prompt that each response answers.
@@ -92,7 +92,7 @@ def train(checked: Checked, device) -> list[float]:
         rollout.start()
         for step in range(1, steps + 1):
             began = time.monotonic()
-            # 1. sample: the leaders claim prompts and return their shares; then every rank has all responses
+            # 1. sample: the leaders claim prompts and return their shares; then every rank receives all responses
             prompts = data.peek()
             data.advance()
             sampling = Sampling(
@@ -102,7 +102,7 @@ def train(checked: Checked, device) -> list[float]:
             shares = [None] * device.world
             dist.all_gather_object(shares, rollout.generate(prompts, sampling))
             responses = sorted((t for s in shares for t in s), key=lambda t: (t.prompt_index, t.sample_index))
-            rollout.sleep()  # the engines drop their weights and caches: the devices are the trainer's
+            rollout.sleep()  # on CUDA the engines drop their weights and caches, so that the trainer can use the memory
 
             # 2. score
             for response in responses:

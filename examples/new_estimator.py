@@ -21,9 +21,9 @@ def median_baseline(b: Batch, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """
     baseline = torch.zeros_like(b.outcome)
     for g in range(b.groups):
-        rows = (b.group == g) & b.usable
-        if rows.any():
-            baseline[rows] = b.outcome[rows].median()
+        members = (b.group == g) & b.usable
+        if members.any():
+            baseline[members] = b.outcome[members].median()
     advantage = torch.where(b.contrast, scale * (b.outcome - baseline), 0.0)
     tokens = b.to_tokens(advantage)  # every policy token of a response gets the advantage of the response
     return tokens, tokens

@@ -8,7 +8,7 @@ from rlscale.algo.registry import declare
 from rlscale.algo.tokens import LossAndFlags, Tokens
 
 
-# zero_at_zero_advantage is not declared: the penalty below moves the policy at any token, so none may be skipped
+# zero_at_zero_advantage is not declared: the penalty below has a gradient at every token, so none may be skipped
 @declare(paper="a quadratic trust region in the ratio", bounds={"strength": {"min": 0}})
 def squared_ratio(x: Tokens, *, strength: float = 1.0) -> LossAndFlags:
     """``L = -A r + strength / 2 (r - 1)^2``: the further the ratio has moved, the stronger it is pulled back.

@@ -1,4 +1,4 @@
-"""The contract of imports in pyproject.toml: rooms import downwards only, and nothing imports in a circle."""
+"""The contract of imports in pyproject.toml: packages import from lower layers only, and in no circle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lint(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *options], cwd=root, env=env, capture_output=True, text=True)
 
 
-def test_rooms_import_downwards_only_and_in_no_circle() -> None:
+def test_packages_import_from_lower_layers_only_and_in_no_circle() -> None:
     checked = lint(ROOT)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -34,12 +34,12 @@ def test_rooms_import_downwards_only_and_in_no_circle() -> None:
         ("batch/types.py", "import transformers", "rlscale.batch is not allowed to import transformers"),
         ("attic/__init__.py", "", "attic"),
     ],
-    ids=["upwards", "sideways", "circle", "heavy", "room-without-a-place"],
+    ids=["upwards", "sideways", "circle", "heavy", "package-without-a-layer"],
 )
 def test_a_broken_contract_is_named(module: str, line: str, said: str, tmp_path: Path) -> None:
-    """A package of the same rooms, with a sound import in it and one that breaks the contract."""
-    rooms = [p.name for p in (ROOT / "rlscale").iterdir() if p.is_dir() and p.name not in ("__pycache__", "testing")]
-    for name in [f"{room}/__init__.py" for room in rooms] + ["__init__.py", "config/schema.py", "batch/types.py"]:
+    """The same packages, with a sound import in them and one that breaks the contract."""
+    folders = [p.name for p in (ROOT / "rlscale").iterdir() if p.is_dir() and p.name not in ("__pycache__", "testing")]
+    for name in [f"{f}/__init__.py" for f in folders] + ["__init__.py", "config/schema.py", "batch/types.py"]:
         (tmp_path / "rlscale" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "rlscale" / name).touch()
     (tmp_path / "rlscale/algo/kl.py").write_text("import torch\n")

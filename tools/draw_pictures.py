@@ -3,8 +3,8 @@
     python tools/draw_pictures.py                       # all but the reward curve
     python tools/draw_pictures.py --run runs/quickstart # and the reward curve of that run
 
-The packed row and the plan of a weight update are drawn from what the project's own code makes; the reward curve from
-the metrics of a run. Each picture has a light background of its own, so that it reads on a dark page too.
+The packed sequence and the plan of a weight update are drawn from what the project's own code makes, the reward curve
+from the metrics of a run. Each picture has a light background of its own, so that it reads on a dark page too.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def step() -> None:
         ("prompts", "G prompts, the same list on every rank", AMBER),
         ("rollout", "one vLLM engine per rollout group", GREEN),
         ("exchange", "every rank receives all responses", AMBER),
-        ("batch", "one flat row: tokens [T], cu_seqlens [B+1], prompts once", BLUE),
+        ("batch", "flat tensors: tokens [T], cu_seqlens [B+1], prompts once", BLUE),
         ("log-probs, values", "old and reference log-probs, values: [T] each", BLUE),
         ("advantages, weights", "[T] each, from counts of the whole batch", BLUE),
         ("update", "Megatron's schedule runs, DeepSpeed ZeRO steps", BLUE),
@@ -144,7 +144,7 @@ def step() -> None:
     p.save("step.svg")
 
 
-def packed_row() -> None:
+def packed_sequence() -> None:
     """Two prompts with their responses as `rlscale.model.packing` packs them, and who attends to whom."""
     import torch
 
@@ -156,23 +156,25 @@ def packed_row() -> None:
         Trajectory(g, i, list(range(prompt)), list(range(n)), [1] * n, [0.0] * n)
         for g, (prompt, responses) in enumerate(lengths) for i, n in enumerate(responses)
     ])  # fmt: skip
-    row = pack_sequence(batch, torch.arange(batch.num_samples), share_prefix=True)
+    packed = pack_sequence(batch, torch.arange(batch.num_samples), share_prefix=True)
     alone = pack_sequence(batch, torch.arange(batch.num_samples), share_prefix=False)
     kind: list[tuple[int, int]] = []  # of each token: block, and -1 (prompt) or number of the response
-    for number, block in enumerate(row.blocks):
+    for number, block in enumerate(packed.blocks):
         kind += [(number, -1)] * block.prompt
         for i, (_, count) in enumerate(block.segments):
             kind += [(number, i)] * count
     shades = {-1: STRONG_BLUE, 0: STRONG_GREEN, 1: STRONG_AMBER, 2: STRONG_VIOLET}
     size, left, top = 20, 190, 96
-    p = Picture(960, top + 40 + size * len(kind) + 30, "A packed row with its attention mask")
-    title = "Two prompts with three and two responses in a packed row. A response attends to its prompt and to itself."
+    p = Picture(960, top + 40 + size * len(kind) + 30, "A packed sequence with its attention mask")
+    title = (
+        "Two prompts with three and two responses in a packed sequence. A response attends to its prompt and to itself."
+    )
     p.text(24, 36, title, 15, "start")
-    count = f"{row.length} tokens with shared prompts, {alone.length} if every response brings its own; "
+    count = f"{packed.length} tokens with shared prompts, {alone.length} if every response brings its own; "
     p.text(24, 60, count + "the last token of a response predicts nothing and is left out.", 13, "start", fill=GREY)
     for j, (_, part) in enumerate(kind):
         p.cell(left + size * j, top, size, size, shades[part])
-    p.text(left - 12, top + 15, "the row", 13, "end")
+    p.text(left - 12, top + 15, "the sequence", 13, "end")
     for i, (block, part) in enumerate(kind):
         y = top + 34 + size * i
         p.cell(left - size - 4, y, size, size, shades[part])
@@ -187,7 +189,7 @@ def packed_row() -> None:
         y += 28
     p.cell(x, y - 14, 18, 18, "#e8ecf1")
     p.text(x + 28, y, "not attended to", 14, "start")
-    p.save("packed_row.svg")
+    p.save("packed_sequence.svg")
 
 
 def resharding() -> None:
@@ -284,7 +286,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, metavar="RUN_DIR", help="run folder whose rewards are drawn")
     args = parser.parse_args(argv)
-    for draw in (processes, step, packed_row, resharding):
+    for draw in (processes, step, packed_sequence, resharding):
         draw()
     if args.run is not None:
         reward(args.run)
