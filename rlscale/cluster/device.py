@@ -69,6 +69,18 @@ def detect(wanted: str) -> str:
     return "cpu"
 
 
+def native_dtype(kind: str) -> str:
+    """What model.dtype: auto stands for.
+
+    Without AVX-512, torch emulates products of bfloat16, about ten times slower than float32, and vLLM's kernels round
+    towards zero: for SmolLM2-135M its log-probs differ from the trainer's by 0.15 on average, with AVX-512 by 0.04.
+    """
+    import torch
+
+    native = kind == "cuda" or "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return "bfloat16" if native else "float32"
+
+
 def be_deterministic() -> None:
     """Let torch, cuBLAS and NCCL add in the same order each time; call before CUDA is used.
 

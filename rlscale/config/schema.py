@@ -160,7 +160,10 @@ class ModelConfig:
     path: str = opt("", "local Hugging Face folder, or a hub name that is passed to transformers unchanged")
     tokenizer_path: str | None = opt(None, "tokenizer folder or hub name; null: model.path")
     dtype: str = opt(
-        "bfloat16", "working dtype of the weights; the optimizer keeps fp32 masters", choices=("bfloat16", "float32")
+        "bfloat16",
+        "working dtype of the weights; the optimizer keeps fp32 masters. auto: bfloat16, but float32 on a CPU without "
+        "AVX-512, where bfloat16 is emulated",
+        choices=("auto", "bfloat16", "float32"),
     )
     chat_template: str | None = opt(None, "Jinja chat template, or a path to one; null: the tokenizer's own")
 

@@ -8,7 +8,7 @@ import contextlib
 from typing import NamedTuple
 
 from rlscale.algo.needs import registries, uses_critic, uses_reference
-from rlscale.cluster.device import detect
+from rlscale.cluster.device import detect, native_dtype
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.config import ConfigError, read
 from rlscale.config.load import drop_consequences
@@ -45,6 +45,8 @@ def configure(path: str, overrides: list[str], world: int) -> Checked:
     if not misread:
         try:
             kind = detect(cfg.trainer.device)
+            if cfg.model.dtype == "auto":
+                cfg.model.dtype = native_dtype(kind)
         except ValueError as error:
             unreadable["trainer.device"] = str(error)
         try:
