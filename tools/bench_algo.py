@@ -48,6 +48,7 @@ def machine() -> str:
 
 def least(functions: list[Callable[[], object]], repeat: int) -> list[float]:
     """Least CPU seconds of each function, run in turn; quick ones (below 50 ms) ten times as often."""
+
     def seconds(_: int, f: Callable[[], object]) -> float:
         start = time.process_time()
         f()

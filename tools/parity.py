@@ -2,6 +2,8 @@
 
     deepspeed --num_gpus 4 tools/parity.py --tp 2 --sp --zero 2
     python tools/parity.py --all
+
+The second form runs every layout of the support matrix.
 """
 
 import sys
