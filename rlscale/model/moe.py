@@ -62,8 +62,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x: [S, hidden]; weights, chosen: [S, top_k]. Returns what these experts add to each token, [S, hidden]."""
         number = chosen.flatten() - self.first
-        mine = ((number >= 0) & (number < self.count)).nonzero()[:, 0]
-        order = mine[number[mine].argsort(stable=True)]  # (token, choice) pairs, expert after expert
+        local = ((number >= 0) & (number < self.count)).nonzero()[:, 0]
+        order = local[number[local].argsort(stable=True)]  # (token, choice) pairs, expert after expert
         counts = torch.bincount(number[order], minlength=self.count).tolist()
         token = order // chosen.shape[1]
         inner = bias_swiglu_impl(_each(x.index_select(0, token), counts, self.gate_up), None)

@@ -48,9 +48,9 @@ def kv_repeats(heads: int, kv_heads: int, size: int) -> int:
     if kv_heads % size == 0:
         return 1
     shared = heads // kv_heads  # query heads that share a key-value head
-    mine = heads // size
+    per_rank = heads // size
     # all query heads of a rank share one key-value head: that one; otherwise one for each query head
-    return size // kv_heads if shared % mine == 0 else shared
+    return size // kv_heads if shared % per_rank == 0 else shared
 
 
 def scatter_heads(query: Tensor, key: Tensor, value: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -141,10 +141,10 @@ class Transfer:
         """Check what the caller gave, together with the other ranks, and make the views of a run if it is new."""
         made_for = [_places(sources), None if destinations is None else _places(destinations)]
         if made_for == self.made_for:
-            self._agree(None, sources)
+            self._raise_on_any(None, sources)
             return
         self.made_for, self.rounds, self.allocated = None, [], []
-        self._agree(self._violation(sources, destinations), sources)
+        self._raise_on_any(self._violation(sources, destinations), sources)
         device = next((t.device for t in [*sources.values(), *(destinations or {}).values(), *self.buffers]), None)
         self._make(sources, destinations, device or default_device(self.group))
         self.made_for = made_for
@@ -181,7 +181,7 @@ class Transfer:
             return f"buffers must be uint8 tensors of at least {need} bytes"
         return None
 
-    def _agree(self, problem: str | None, sources: Tensors) -> None:
+    def _raise_on_any(self, problem: str | None, sources: Tensors) -> None:
         """Raise on every rank what is wrong on any, before anyone waits for a message that will not come."""
         if dist.is_initialized():
             digest = self.plan.digest
