@@ -47,7 +47,7 @@ from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.plan import Plan, plan
 from rlscale.reshard.transport import Transfer, region
 from rlscale.reshard.vllm import vllm_layout
-from tools.common import Timing, alternate, memory, reset_peak, timed
+from tools.common import Timing, alternate, bytes_read, memory, reset_peak, timed
 
 MB = 2**20
 Tensors = dict[str, torch.Tensor]
@@ -252,12 +252,11 @@ def load(folder: str, dims: ParallelDims, dtype: torch.dtype) -> None:
     layout = megatron_layout(ModelSpec.from_hf(folder), dims)
     load_pieces(folder, (), {}, shapes=layout.shapes)  # whatever is imported or allocated once shall not count
     shard = buffers_of(layout.of_rank(rank), dtype, torch.empty)
-    read: list[int] = []
     dist.barrier()
     reset_peak()
-    before, started = memory("VmRSS"), time.perf_counter()
-    load_pieces(folder, layout.of_rank(rank), shard, shapes=layout.shapes, on_read=read.append)
-    mine = [sum(t.nbytes for t in shard.values()), sum(read), memory("VmHWM") - before]
+    before, read, started = memory("VmRSS"), bytes_read(), time.perf_counter()
+    load_pieces(folder, layout.of_rank(rank), shard, shapes=layout.shapes)
+    mine = [sum(t.nbytes for t in shard.values()), bytes_read() - read, memory("VmHWM") - before]
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, [*(n / MB for n in mine), time.perf_counter() - started])
     if rank == 0:
