@@ -47,6 +47,7 @@ from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.plan import Plan, plan
 from rlscale.reshard.transport import Transfer, region
 from rlscale.reshard.vllm import vllm_layout
+from rlscale.testing.transfers import temporary_bytes
 from tools.common import Timing, alternate, bytes_read, memory, reset_peak, timed
 
 MB = 2**20
@@ -98,7 +99,7 @@ class Gather:
         self.sizes = [[of[n] if n < len(of) else 0 for of in total] for n in range(self.rounds)]  # of a rank's shards
         largest = max(size for sizes in self.sizes for size in sizes)
         self.mine = torch.empty(largest, dtype=torch.uint8)
-        # a bucket a stage: those of all stages are on their way at one time
+        # one bucket per stage: those of all stages are on their way at one time
         self.sent = [torch.empty(dims.tp * largest, dtype=torch.uint8) for _ in range(dims.pp)]
         self.gathered = torch.empty(dims.tp * largest, dtype=torch.uint8) if whole else self.sent[mesh.coords.pp]
         self.packs: list[list[Pair]] = [[] for _ in range(self.rounds)]
@@ -187,7 +188,7 @@ def _copy(pairs: list[Pair]) -> None:
 
 
 def _groups(source: Layout, dims: ParallelDims, pp: int, limit: int, itemsize: int) -> list[Group]:
-    """Local buffers of a stage, alike on all its TP ranks, in buckets of at most ``limit`` bytes a rank."""
+    """Local buffers of a stage, alike on all its TP ranks, in buckets of at most ``limit`` bytes per rank."""
     earlier = {piece.name for stage in range(pp) for piece in source.of_rank(dims.rank_of(pp=stage))}
     pieces = [piece for piece in source.of_rank(dims.rank_of(pp=pp)) if piece.name not in earlier]  # tied embedding
     groups: list[Group] = [[]]
@@ -294,7 +295,7 @@ def main() -> None:
     def planned(size: int) -> Callable[[], None]:
         transfer = Transfer(plan(source, wanted, dtype=dtype, bucket_bytes=size))
         transfer.into(held, target)
-        temporary["plan"] = transfer.temporary_bytes
+        temporary["plan"] = temporary_bytes(transfer)
         return lambda: transfer.into(held, target)
 
     def gathered(name: str, size: int) -> Callable[[], None]:

@@ -156,19 +156,21 @@ def packed_row() -> None:
         Trajectory(g, i, list(range(prompt)), list(range(n)), [1] * n, [0.0] * n)
         for g, (prompt, responses) in enumerate(lengths) for i, n in enumerate(responses)
     ])  # fmt: skip
-    row = pack_sequence(batch, torch.arange(batch.num_samples), share_prefix=True)
+    packed = pack_sequence(batch, torch.arange(batch.num_samples), share_prefix=True)
     alone = pack_sequence(batch, torch.arange(batch.num_samples), share_prefix=False)
     kind: list[tuple[int, int]] = []  # of each token: block, and -1 (prompt) or number of the response
-    for number, block in enumerate(row.blocks):
+    for number, block in enumerate(packed.blocks):
         kind += [(number, -1)] * block.prompt
         for i, (_, count) in enumerate(block.segments):
             kind += [(number, i)] * count
     shades = {-1: STRONG_BLUE, 0: STRONG_GREEN, 1: STRONG_AMBER, 2: STRONG_VIOLET}
     size, left, top = 20, 190, 96
-    p = Picture(960, top + 40 + size * len(kind) + 30, "A packed row with its attention mask")
-    title = "Two prompts with three and two responses in a packed row. A response attends to its prompt and to itself."
+    p = Picture(960, top + 40 + size * len(kind) + 30, "A packed sequence with its attention mask")
+    title = (
+        "Two prompts with three and two responses in a packed sequence. A response attends to its prompt and to itself."
+    )
     p.text(24, 36, title, 15, "start")
-    count = f"{row.length} tokens with shared prompts, {alone.length} if every response brings its own; "
+    count = f"{packed.length} tokens with shared prompts, {alone.length} if every response brings its own; "
     p.text(24, 60, count + "the last token of a response predicts nothing and is left out.", 13, "start", fill=GREY)
     for j, (_, part) in enumerate(kind):
         p.cell(left + size * j, top, size, size, shades[part])

@@ -1,8 +1,8 @@
 """Log-prob and entropy of given tokens straight from hidden states: the output layer, in chunks, over the TP group.
 
 A vocabulary of 150,000 makes the logits of a long batch the largest tensor of a training step, although the loss
-needs one number a token. Here at most ``chunk`` tokens of logits exist at a time: the forward pass keeps a few
-numbers a token, and the backward pass computes each chunk's logits again. The chunk that the forward pass sees last
+needs one number per token. Here at most ``chunk`` tokens of logits exist at a time: the forward pass keeps a few
+numbers per token, and the backward pass computes each chunk's logits again. The chunk that the forward pass sees last
 is not computed twice: backward starts with it, so it is kept as unnormalised probabilities in the working dtype (a
 batch of one chunk costs three matrix products, not four).
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _CACHE_BYTES = 2 << 20  # float32 rows of the softmax worked on at a time on the CPU
-_PIECE = 256  # tokens a matrix product in forward on the CPU
+_PIECE = 256  # tokens per matrix product in forward on the CPU
 _COLUMNS = 16384  # columns of the weight gradient added at a time
 
 

@@ -5,7 +5,7 @@ and the parts are summed: the same two collectives as around a dense MLP. With e
 slice of every expert, with it whole experts; either way its parameters are slices of the model that no other
 tensor-parallel rank holds, and ZeRO and the gradient norm need to know no more.
 
-An expert's weights lie in one stacked parameter a layer: an expert that no token chose gets a gradient of zeros, so
+An expert's weights lie in one stacked parameter per layer: an expert that no token chose gets a gradient of zeros, so
 that every rank reduces the same tensors in the same order, and ZeRO keeps a few parameters instead of thousands.
 """
 

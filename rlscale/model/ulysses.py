@@ -3,7 +3,7 @@
 The ranks of a group hold consecutive, equally long parts of one packed sequence, so that everything outside attention
 (projections, norms, MLP, head) touches 1/N of the tokens. Attention mixes tokens but not heads, so an all-to-all turns
 "my tokens, all heads" into "all tokens, my heads" before it and back after it (Jacobs et al. 2023, arXiv 2309.14509).
-Each token crosses twice a layer, whatever N is.
+Each token crosses twice per layer, whatever N is.
 
 Key-value heads fewer than N are repeated as often as the query heads of a rank need them, not more.
 """

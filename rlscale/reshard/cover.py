@@ -19,8 +19,8 @@ from rlscale.reshard.layout import Box, Ints, Layout, divide, intersect, subtrac
 
 @dataclass
 class Copies:
-    """All copies that fill a layout, a row each: by receiver, in the order of delivery. Row ``i`` fills one box of one
-    chunk; a chunk is what arrives in one round.
+    """All copies that fill a layout, one row each: by receiver, in the order of delivery. Row ``i`` fills one box of
+    one chunk; a chunk is what arrives in one round.
 
     Attributes:
         receivers: ranks that want something, in order.
@@ -107,7 +107,7 @@ class _Case(NamedTuple):
 
 
 class _Cases:
-    """The copies of all cases, a row each; one case follows the other.
+    """The copies of all cases, one row each; one case follows the other.
 
     Attributes:
         rows: wanted slice, chunk (both counted in the case), elements, bytes, own and held slice (as in `Copies`).

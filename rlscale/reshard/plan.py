@@ -244,7 +244,7 @@ def plan(
 
     Args:
         source: who holds what; replicas are used to stay within a node and to balance the senders.
-        destination: who wants what, on any ranks, also such as hold nothing.
+        destination: the slices that each rank needs; ranks that hold nothing are allowed.
         dtype: of the destination, one for all or by tensor name. Senders convert.
         bucket_bytes: a piece larger than this is cut along its first dimension.
         ranks_per_node: ranks ``[n * ranks_per_node, (n + 1) * ranks_per_node)`` share a node; None: all do.

@@ -4,15 +4,16 @@ Senders convert to the destination's dtype. A large contiguous slice is sent str
 packed into a staging buffer. The receiver's bucket is filled in place, so that it can be memory which another process
 maps (POSIX shared memory, CUDA IPC), and is complete when it is handed out.
 
-The same plan runs once a training step over the same tensors, and a large model has tens of thousands of slices. So all
-views and messages are made on the first run and kept for as long as the tensors stay where they are: what remains of a
-run are calls of send, receive and copy.
+The same plan runs once per training step over the same tensors, and a large model has tens of thousands of slices. So
+all views and messages are made on the first run and kept for as long as the tensors stay where they are: what remains
+of a run are calls of send, receive and copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -72,12 +73,6 @@ class Transfer:
         self.rounds: list[_Round] = []
         self.made_for: object = None
         self.ahead = False
-        self.allocated: list[torch.Tensor] = []  # temporary memory of this object's own
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Size of all buffers of this rank, given or allocated."""
-        return sum(tensor.nbytes for tensor in [*self.buffers, *self.allocated])
 
     def buckets(self, sources: Tensors) -> Iterator[Bucket]:
         """Yield this rank's bucket of every round.
@@ -143,26 +138,21 @@ class Transfer:
         if made_for == self.made_for:
             self._raise_on_any(None, sources)
             return
-        self.made_for, self.rounds, self.allocated = None, [], []
+        self.made_for, self.rounds = None, []
         self._raise_on_any(self._violation(sources, destinations), sources)
         device = next((t.device for t in [*sources.values(), *(destinations or {}).values(), *self.buffers]), None)
         self._make(sources, destinations, device or default_device(self.group))
         self.made_for = made_for
 
     def _make(self, sources: Tensors, destinations: Tensors | None, device: torch.device) -> None:
-        def allocate(nbytes: int) -> torch.Tensor:
-            self.allocated.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
-            return self.allocated[-1]
-
+        allocate = partial(torch.empty, dtype=torch.uint8, device=device)
         parts = [_Parts(self.plan, self.rank, number, sources, destinations) for number in range(self.plan.rounds)]
         room = max((part.staging_bytes for part in parts), default=0)
         if destinations is None:
             buffers = self.buffers or [allocate(self.plan.buffer_bytes(self.rank))]
         else:  # what is received in place needs none
             need = max((part.buffer_bytes for part in parts), default=0)
-            buffers = [allocate(need)]
-            if 2 * need + room <= 2 * self.plan.bucket_bytes:
-                buffers.append(allocate(need))
+            buffers = [allocate(need) for _ in range(2 if 2 * need + room <= 2 * self.plan.bucket_bytes else 1)]
         self.ahead = len(buffers) > 1
         staging = allocate(room)
         self.rounds = [part.make(buffers[n % len(buffers)], staging, self.group) for n, part in enumerate(parts)]

@@ -17,6 +17,7 @@ from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.plan import DIRECT_BYTES, plan
 from rlscale.reshard.transport import Transfer, region
 from rlscale.testing.models import make_spec
+from rlscale.testing.transfers import temporary_bytes
 from tests import worlds
 from tests.reshard.models import assert_equal, blank, canonical, megatron_shards, vllm_layout, vllm_shards
 
@@ -119,7 +120,7 @@ def reused(spec: ModelSpec, held: torch.dtype, dtype: torch.dtype, bucket: int) 
         transfer.into(lost, got)
     transfer.into(shards, got)
     assert_equal(got, expected)
-    return transfer.temporary_bytes, len(transfer.rounds)
+    return temporary_bytes(transfer), len(transfer.rounds)
 
 
 @pytest.mark.parametrize(
