@@ -109,7 +109,7 @@ class _Head(torch.autograd.Function):
         keep_from = max(tokens - 1, 0) // spec.chunk * spec.chunk if spec.needs_grad else tokens
         kept = hidden.new_empty(tokens - keep_from, columns)
         buffer = hidden.new_empty(min(_piece(hidden, spec), keep_from), columns)
-        for rows in _pieces(0, tokens, hidden, spec):
+        for rows in _pieces(tokens, hidden, spec):
             keep = rows.start >= keep_from
             z = kept[rows.start - keep_from : rows.stop - keep_from] if keep else buffer[: rows.stop - rows.start]
             torch.mm(hidden[rows], weight.t(), out=z)
@@ -197,14 +197,11 @@ def _piece(hidden: Tensor, spec: _Spec) -> int:
     return min(spec.chunk, _PIECE) if hidden.device.type == "cpu" else spec.chunk
 
 
-def _pieces(start: int, stop: int, hidden: Tensor, spec: _Spec) -> list[slice]:
-    """``[start, stop)`` in pieces, none of them across the boundary of two chunks."""
-    step, out = _piece(hidden, spec), []
-    while start < stop:
-        end = min(start + step, start - start % spec.chunk + spec.chunk, stop)
-        out.append(slice(start, end))
-        start = end
-    return out
+def _pieces(tokens: int, hidden: Tensor, spec: _Spec) -> list[slice]:
+    """``[0, tokens)`` in pieces, none of them across the boundary of two chunks."""
+    step = _piece(hidden, spec)
+    chunks = [(at, min(at + spec.chunk, tokens)) for at in range(0, tokens, spec.chunk)]
+    return [slice(at, min(at + step, stop)) for start, stop in chunks for at in range(start, stop, step)]
 
 
 def _tiles(z: Tensor, rooms: int, dtype: torch.dtype) -> Iterator[tuple[slice, list[Tensor]]]:
