@@ -10,7 +10,8 @@ keep their best. CPU time is that of all ranks, which the load of other programs
 The gather side packs a bucket of shards, all-gathers it over TP (`all_gather_into_tensor`), puts the whole tensors
 together, broadcasts these over PP, all stages at once, and then every rank slices out of them what it needs. "direct"
 is the same without whole tensors: each rank copies its slices straight out of the gathered shards, which no loader of
-whole tensors can do. The plan side is `Transfer.into`.
+whole tensors can do. The plan side is a weight update's own `Transfer`: through two buckets, out of which every rank
+copies its slices.
 
 Without ``--model`` (a folder with config.json; weights are random in any case) the model has the shapes of a Qwen3 of
 about 0.5 GB in bf16.
@@ -45,9 +46,9 @@ from rlscale.reshard.hf_load import load_pieces
 from rlscale.reshard.layout import Layout, Piece, intersect
 from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.plan import Plan, plan
-from rlscale.reshard.transport import Transfer, region
+from rlscale.reshard.transport import region
 from rlscale.reshard.vllm import vllm_layout
-from rlscale.testing.transfers import temporary_bytes
+from rlscale.testing.transfers import buffered, temporary_bytes
 from tools.common import Timing, alternate, bytes_read, memory, reset_peak, timed
 
 MB = 2**20
@@ -293,10 +294,16 @@ def main() -> None:
     temporary: dict[str, int] = {}
 
     def planned(size: int) -> Callable[[], None]:
-        transfer = Transfer(plan(source, wanted, dtype=dtype, bucket_bytes=size))
-        transfer.into(held, target)
+        transfer = buffered(plan(source, wanted, dtype=dtype, bucket_bytes=size), device.rank, 2)
+        pairs = [[(region(target[piece.key], piece), values) for piece, values in bucket.tensors()]
+                 for bucket in transfer.buckets(held)]  # fmt: skip
         temporary["plan"] = temporary_bytes(transfer)
-        return lambda: transfer.into(held, target)
+
+        def run() -> None:
+            for bucket in transfer.buckets(held):
+                _copy(pairs[bucket.number])
+
+        return run
 
     def gathered(name: str, size: int) -> Callable[[], None]:
         gather = Gather(source, wanted, mesh, held, target, size, whole=name == "gather")
