@@ -25,8 +25,16 @@ def megatron_layout(spec: ModelSpec, dims: ParallelDims) -> Layout:
     Raises:
         ValueError: a dimension that TP or PP doesn't divide.
     """
-    if problems := spec.violations(spec.architecture, dims.tp, dims.pp, ep=dims.ep):
-        raise ValueError("; ".join(problems))
+    for what, size, parts in (
+        ("ffn size", spec.ffn if not spec.experts or spec.dense_layers else 0, dims.tp),
+        ("experts", spec.experts, dims.ep),
+        ("expert ffn size", spec.expert_ffn, dims.tp if dims.ep == 1 else 1),
+        ("attention heads", spec.heads, dims.tp),
+        ("rows of the fused qkv projection", (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dims.tp),
+        ("layers", spec.num_layers, dims.pp),
+    ):
+        if size % parts:
+            raise ValueError(f"{spec.architecture}: {size} {what} cannot be split over {parts} ranks")
     shapes, shards = hf_shapes(spec), []
     for pp in range(dims.pp):
         for tp in range(dims.tp):

@@ -130,7 +130,7 @@ def test_what_a_configuration_leaves_out_comes_from_its_architecture(tmp_path: P
         ({}, {"--destination": "tp"}, "--destination: 'tp' is not one of tp=N, pp=N"),
         ({}, {"--destination": "tp=3"}, "--destination: engines of 3 ranks do not fill the 4 ranks of the source"),
         ({}, {"--source": "tp=16"}, "16 ranks"),
-        ({"num_hidden_layers": 3}, {}, "2 does not divide the model's 3 layers"),
+        ({"num_hidden_layers": 3}, {}, "3 layers cannot be split over 2 ranks"),
         ({"num_key_value_heads": 8, "num_attention_heads": 8}, {"--source": "tp=8,pp=2,dp=2",
           "--destination": "tp=16"}, "TP 16 does not divide 8 attention heads"),
         ({}, {"--bucket-mb": "0"}, "--bucket-mb: 0 is not a positive number"),
