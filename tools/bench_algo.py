@@ -48,6 +48,7 @@ def machine() -> str:
 
 def least(functions: list[Callable[[], object]], repeat: int) -> list[float]:
     """Least CPU seconds of each function, run in turn; quick ones (below 50 ms) ten times as often."""
+
     def seconds(_: int, f: Callable[[], object]) -> float:
         start = time.process_time()
         f()
@@ -278,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeat", type=int, default=3, help="runs of each version; the least time counts")
     parser.add_argument("--only", default=",".join(parts), help=f"comma-separated parts of {', '.join(parts)}")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens a chunk of the head")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens per chunk of the head")
     args = parser.parse_args()
     wanted = args.only.split(",")
     if unknown := [w for w in wanted if w not in parts]:

@@ -2,7 +2,7 @@
 
     python tools/bench_checkpoint.py [--ranks 2] [--rounds 5] [--folder runs] [--model models/SmolLM2-135M-Instruct]
 
-Each round does three things, in another order each time and from a quiet disk: plain files (one a rank, written in
+Each round does three things, in another order each time and from a quiet disk: plain files (one per rank, written in
 large pieces and flushed, the former one deleted), a save in the step, and an asynchronous save with the time for which
 it blocks and until it is complete; then a load by the same ranks. The tensors are fp32 master weights and both AdamW
 moments of the model, divided over the ranks.

@@ -77,7 +77,7 @@ def parse_layout(text: str) -> tuple[int, dict[str, Any]]:
     """Processes, and the fields of the layout; ``dp2-tp2-sp-zero2`` -> 4, {...}.
 
     Raises:
-        ValueError: names the part that is none of the grammar.
+        ValueError: names the part that is not in the grammar.
     """
     world, fields = 1, {}
     for part in text.split("-"):
@@ -85,7 +85,7 @@ def parse_layout(text: str) -> tuple[int, dict[str, Any]]:
         if part == "sp":
             fields["sequence_parallel"] = True
         elif match is None:
-            raise ValueError(f"layout {text!r}: {part!r} is none of dpN, tpN, ppN, ulyssesN, zeroN, sp")
+            raise ValueError(f"layout {text!r}: {part!r} is not one of dpN, tpN, ppN, ulyssesN, zeroN, sp")
         else:
             if match[1] != "zero":
                 world *= int(match[2])

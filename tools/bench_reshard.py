@@ -10,7 +10,8 @@ keep their best. CPU time is that of all ranks, which the load of other programs
 The gather side packs a bucket of shards, all-gathers it over TP (`all_gather_into_tensor`), puts the whole tensors
 together, broadcasts these over PP, all stages at once, and then every rank slices out of them what it needs. "direct"
 is the same without whole tensors: each rank copies its slices straight out of the gathered shards, which no loader of
-whole tensors can do. The plan side is `Transfer.into`.
+whole tensors can do. The plan side is a weight update's own `Transfer`: through two buckets, out of which every rank
+copies its slices.
 
 Without ``--model`` (a folder with config.json; weights are random in any case) the model has the shapes of a Qwen3 of
 about 0.5 GB in bf16.
@@ -45,9 +46,10 @@ from rlscale.reshard.hf_load import load_pieces
 from rlscale.reshard.layout import Layout, Piece, intersect
 from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.plan import Plan, plan
-from rlscale.reshard.transport import Transfer, region
+from rlscale.reshard.transport import region
 from rlscale.reshard.vllm import vllm_layout
-from tools.common import Timing, alternate, memory, reset_peak, timed
+from rlscale.testing.transfers import buffered, temporary_bytes
+from tools.common import Timing, alternate, bytes_read, memory, reset_peak, timed
 
 MB = 2**20
 Tensors = dict[str, torch.Tensor]
@@ -98,7 +100,7 @@ class Gather:
         self.sizes = [[of[n] if n < len(of) else 0 for of in total] for n in range(self.rounds)]  # of a rank's shards
         largest = max(size for sizes in self.sizes for size in sizes)
         self.mine = torch.empty(largest, dtype=torch.uint8)
-        # a bucket a stage: those of all stages are on their way at one time
+        # one bucket per stage: those of all stages are on their way at one time
         self.sent = [torch.empty(dims.tp * largest, dtype=torch.uint8) for _ in range(dims.pp)]
         self.gathered = torch.empty(dims.tp * largest, dtype=torch.uint8) if whole else self.sent[mesh.coords.pp]
         self.packs: list[list[Pair]] = [[] for _ in range(self.rounds)]
@@ -187,7 +189,7 @@ def _copy(pairs: list[Pair]) -> None:
 
 
 def _groups(source: Layout, dims: ParallelDims, pp: int, limit: int, itemsize: int) -> list[Group]:
-    """Local buffers of a stage, alike on all its TP ranks, in buckets of at most ``limit`` bytes a rank."""
+    """Local buffers of a stage, alike on all its TP ranks, in buckets of at most ``limit`` bytes per rank."""
     earlier = {piece.name for stage in range(pp) for piece in source.of_rank(dims.rank_of(pp=stage))}
     pieces = [piece for piece in source.of_rank(dims.rank_of(pp=pp)) if piece.name not in earlier]  # tied embedding
     groups: list[Group] = [[]]
@@ -252,12 +254,11 @@ def load(folder: str, dims: ParallelDims, dtype: torch.dtype) -> None:
     layout = megatron_layout(ModelSpec.from_hf(folder), dims)
     load_pieces(folder, (), {}, shapes=layout.shapes)  # whatever is imported or allocated once shall not count
     shard = buffers_of(layout.of_rank(rank), dtype, torch.empty)
-    read: list[int] = []
     dist.barrier()
     reset_peak()
-    before, started = memory("VmRSS"), time.perf_counter()
-    load_pieces(folder, layout.of_rank(rank), shard, shapes=layout.shapes, on_read=read.append)
-    mine = [sum(t.nbytes for t in shard.values()), sum(read), memory("VmHWM") - before]
+    before, read, started = memory("VmRSS"), bytes_read(), time.perf_counter()
+    load_pieces(folder, layout.of_rank(rank), shard, shapes=layout.shapes)
+    mine = [sum(t.nbytes for t in shard.values()), bytes_read() - read, memory("VmHWM") - before]
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, [*(n / MB for n in mine), time.perf_counter() - started])
     if rank == 0:
@@ -293,10 +294,16 @@ def main() -> None:
     temporary: dict[str, int] = {}
 
     def planned(size: int) -> Callable[[], None]:
-        transfer = Transfer(plan(source, wanted, dtype=dtype, bucket_bytes=size))
-        transfer.into(held, target)
-        temporary["plan"] = transfer.temporary_bytes
-        return lambda: transfer.into(held, target)
+        transfer = buffered(plan(source, wanted, dtype=dtype, bucket_bytes=size), device.rank, 2)
+        pairs = [[(region(target[piece.key], piece), values) for piece, values in bucket.tensors()]
+                 for bucket in transfer.buckets(held)]  # fmt: skip
+        temporary["plan"] = temporary_bytes(transfer)
+
+        def run() -> None:
+            for bucket in transfer.buckets(held):
+                _copy(pairs[bucket.number])
+
+        return run
 
     def gathered(name: str, size: int) -> Callable[[], None]:
         gather = Gather(source, wanted, mesh, held, target, size, whole=name == "gather")

@@ -193,7 +193,7 @@ def main() -> None:
         result = systems[name](args, folder)
         shutil.rmtree(folder)
         kept = result.steps[max(0, args.drop - 1) :]
-        print(f"round {number + 1} {name}: " + " ".join(f"{s.seconds:.2f}" for s in kept) + " s a step", flush=True)
+        print(f"round {number + 1} {name}: " + " ".join(f"{s.seconds:.2f}" for s in kept) + " s per step", flush=True)
         return result
 
     rounds = list(alternate({name: partial(run, name=name) for name in wanted}, args.rounds))
@@ -202,7 +202,7 @@ def main() -> None:
         print(json.dumps(figure, indent=1))
     if len(figures) == 2:
         ratio = figures["ours"]["tokens_per_s"] / figures["trl"]["tokens_per_s"]
-        print(f"ours / trl: {ratio:.2f} times the response tokens a second")
+        print(f"ours / trl: {ratio:.2f} times the response tokens per second")
         figures["ratio"] = {"tokens_per_s": round(ratio, 3)}
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")

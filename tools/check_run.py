@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=3, help="steps at the beginning whose mean reward is compared")
     parser.add_argument("--last", type=int, default=5, help="steps at the end whose mean reward is compared")
     parser.add_argument("--min-reward", type=float, default=0.75, help="least mean reward of the last steps")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="fall of a held-out accuracy that is let pass")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="largest accepted drop of a held-out accuracy")
     args = parser.parse_args()
     try:
         failures = check(read_metrics(args.run_dir), args.first, args.last, args.min_reward, args.tolerance)

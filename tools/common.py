@@ -67,6 +67,12 @@ def memory(field: str) -> int:
     return int(status.partition(f"{field}:")[2].split()[0]) * 1024
 
 
+def bytes_read() -> int:
+    """Bytes that this process has read through system calls."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
 def reset_peak() -> None:
     """VmHWM starts again from what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")

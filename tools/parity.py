@@ -1,7 +1,9 @@
-"""Does the engine equal one process with transformers and AdamW? Runs `rlscale.testing.parity.run`, which see.
+"""Does the engine equal one process with transformers and AdamW? Runs `rlscale.testing.parity.run`.
 
     deepspeed --num_gpus 4 tools/parity.py --tp 2 --sp --zero 2
     python tools/parity.py --all
+
+The second form runs every layout of the support matrix.
 """
 
 import sys

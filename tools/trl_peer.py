@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/trl_peer.py --steps 6
 
 The trainer is the stock one. Measured to be best among stock settings: two processes of one thread (one process of
-two threads is slower), eager attention (scaled dot product attention is slower at this length), 16 sequences a micro-
-batch, weights in bfloat16 without autocast, generation by `transformers` with its key-value cache, no gradient
-checkpointing, no reference model. One JSON object a step goes to standard output, and to ``--out``.
+two threads is slower), eager attention (scaled dot product attention is slower at this length), 16 sequences per
+micro-batch, weights in bfloat16 without autocast, generation by `transformers` with its key-value cache, no gradient
+checkpointing, no reference model. One JSON object per step goes to standard output, and to ``--out``.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def reward_function(tokenizer: Any, counts: Counts) -> Callable[..., list[float]
 
 
 def lines_after_steps(counts: Counts, out: Path | None) -> Any:
-    """A callback of the trainer that writes one JSON object a step."""
+    """A callback of the trainer that writes one JSON object per step."""
     import torch
     from transformers import TrainerCallback
 

@@ -44,7 +44,7 @@ def pack_by_budget(
     for i in np.argsort(-np.asarray(costs, dtype=np.int64), kind="stable").tolist():
         cost, count = int(costs[i]), 1 if counts is None else int(counts[i])
         if cost > budget:
-            raise ValueError(f"sample {i} has {cost} tokens, more than the budget of {budget} tokens a micro-batch")
+            raise ValueError(f"sample {i} has {cost} tokens, more than the budget of {budget} tokens per micro-batch")
         at = bisect.bisect_left(room, (cost, -1))
         while max_count is not None and at < len(room) and held[room[at][1]] + count > max_count:
             at += 1
@@ -90,7 +90,7 @@ def plan_micro_batches(
         if max_tokens is not None and p + r > max_tokens:
             raise ValueError(
                 f"sample {sample} has {p + r} tokens (prompt {p}, response {r}), more than the budget of {max_tokens} "
-                f"tokens a micro-batch"
+                "tokens per micro-batch"
             )
 
     def cost(unit: Unit) -> int:

@@ -12,15 +12,7 @@ from torch import Tensor
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def loss_weights(
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    mode: str,
-    *,
-    scale_factor: float | None = None,
-    num_tokens: float | None = None,
-    num_sequences: float | None = None,
-) -> Tensor:
+def loss_weights(mask: Tensor, cu_seqlens: Tensor, mode: str, *, scale_factor: float | None = None) -> Tensor:
     """Weight of each token of a whole mini-batch.
 
     With ``N`` tokens of mask 1, ``S`` sequences that have at least one, ``n_i`` of them in sequence ``i``:
@@ -32,7 +24,6 @@ def loss_weights(
         cu_seqlens: ``[B+1]``.
         mode: one of ``MODES``.
         scale_factor: ``C``, a constant number of tokens (e.g. the longest response allowed).
-        num_tokens, num_sequences: ``N`` and ``S`` where this is a part of the mini-batch; default: counted here.
 
     Returns:
         ``[T]`` in float64 if the mask is, else float32. All zero where no token counts.
@@ -49,8 +40,8 @@ def loss_weights(
     counts = torch.zeros(mask.numel() + 1, dtype=torch.int64, device=mask.device)
     torch.cumsum(valid, 0, out=counts[1:])
     per_sample = counts[cu_seqlens].diff()
-    tokens = max(float(per_sample.sum()) if num_tokens is None else float(num_tokens), 1.0)
-    samples = max(float((per_sample > 0).sum()) if num_sequences is None else float(num_sequences), 1.0)
+    tokens = max(float(per_sample.sum()), 1.0)
+    samples = max(float((per_sample > 0).sum()), 1.0)
     if mode == "seq-mean-token-sum-norm" and (scale_factor is None or not scale_factor > 0):
         raise ValueError(f"loss_agg_mode {mode} needs loss_scale_factor > 0, got {scale_factor}")
     divisors: dict[str, float | Tensor] = {

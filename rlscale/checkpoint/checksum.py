@@ -22,23 +22,23 @@ class Checksum:
 
     def __init__(self) -> None:
         self.crc = 0
-        self.rest = bytearray()  # of the block that is not complete yet
+        self.incomplete = bytearray()  # the last block so far
 
     def update(self, data: memoryview | bytes) -> None:
         """Append bytes."""
         view = memoryview(data)
-        if self.rest:
-            missing = BLOCK - len(self.rest)
-            self.rest += view[:missing]
+        if self.incomplete:
+            missing = BLOCK - len(self.incomplete)
+            self.incomplete += view[:missing]
             view = view[missing:]
-            if len(self.rest) < BLOCK:
+            if len(self.incomplete) < BLOCK:
                 return
-            self._blocks(memoryview(self.rest))
-            self.rest = bytearray()
+            self._blocks(memoryview(self.incomplete))
+            self.incomplete = bytearray()
         whole = len(view) - len(view) % BLOCK
         if whole:
             self._blocks(view[:whole])
-        self.rest += view[whole:]
+        self.incomplete += view[whole:]
 
     def _blocks(self, view: memoryview) -> None:
         words = np.frombuffer(view, dtype=WORD).reshape(-1, BLOCK // WORD.itemsize)
@@ -46,4 +46,4 @@ class Checksum:
 
     def value(self) -> int:
         """The checksum of all bytes so far, 32 bits."""
-        return zlib.crc32(self.rest, self.crc)
+        return zlib.crc32(self.incomplete, self.crc)

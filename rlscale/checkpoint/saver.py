@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlscale.checkpoint.shards import LAYOUT, State, collect, file_of, snapshot, write_tensors
-from rlscale.checkpoint.store import Entry, Retention, Store, write_json
+from rlscale.checkpoint.store import FileRecord, Retention, Store, write_json
 from rlscale.cluster.collective import on_each, on_first
 
 RUN = "run.json"
@@ -104,7 +104,7 @@ class Saver:
         folder, failed = self.store.partial(step), f"checkpoint {self.store.path(step)} could not be written"
         together: Any = {"group": self.group, "raised": SaveError, "describe": self._describe}
 
-        def write_files() -> dict[str, Entry]:
+        def write_files() -> dict[str, FileRecord]:
             name, values = file_of(self.rank), own_file(self.rank)
             return {
                 name: write_tensors(folder / name, tensors),
@@ -112,7 +112,7 @@ class Saver:
             }
 
         def publish() -> None:
-            files = {name: entry for of_rank in written for name, entry in of_rank.items()}
+            files = {name: record for of_rank in written for name, record in of_rank.items()}
             files[LAYOUT] = write_json(folder / LAYOUT, layout)
             files[RUN] = write_json(folder / RUN, dict(content.run))
             self.store.publish(step, files, content.notes)
@@ -121,7 +121,7 @@ class Saver:
             on_first(lambda: self.store.begin(step), **together)
             written = on_each(write_files, **together)
             on_first(publish, **together)
-            failed = f"checkpoint {self.store.path(step)} is complete, but older ones stay"
+            failed = f"checkpoint {self.store.path(step)} is complete, but older checkpoints could not be deleted"
             on_first(lambda: self.store.prune(self.retention), **together)
         except SaveError as error:
             self.failure = f"{failed}: {error}"

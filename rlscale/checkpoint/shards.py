@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlscale.checkpoint.store import CHUNK, Damaged, Entry, Manifest, write_file
+from rlscale.checkpoint.store import CHUNK, Damaged, FileRecord, Manifest, write_file
 from rlscale.reshard.layout import Box, Layout, Piece, divide, intersect, subtract, volume, whole
-from rlscale.reshard.safetensors_file import TYPES, make_header, read_header
+from rlscale.reshard.safetensors_file import TYPES, make_header, raw_bytes, read_header
 from rlscale.reshard.transport import region
 
 LAYOUT = "layout.json"
@@ -111,7 +111,7 @@ def snapshot(tensors: Mapping[str, Tensor], memory: Tensor | None) -> tuple[dict
     return copies, memory
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write a safetensors file and flush it to the disk; at most two chunks are held besides the tensors."""
     head, _ = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, align=64)
     return write_file(path, chain([head], *map(_chunks, tensors.values())))
@@ -120,16 +120,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order; what is not contiguous or not on the host is copied piece by piece."""
     if tensor.is_contiguous() and not tensor.is_cuda:
-        yield _bytes(tensor)
+        yield raw_bytes(tensor)
         return
     row = max(1, tensor[0].numel() * tensor.element_size())
     step = max(1, CHUNK // row)
     for lo in range(0, tensor.shape[0], step):
-        yield _bytes(tensor[lo : lo + step].cpu().contiguous())
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        yield raw_bytes(tensor[lo : lo + step].cpu().contiguous())
 
 
 # Reading ------------------------------------------------------------------------------------------

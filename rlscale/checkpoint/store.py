@@ -9,9 +9,9 @@
       step_000050.abandoned/  of a run that was resumed from an earlier step by the user's choice
       step_000010.deleted/    being deleted
 
-A checkpoint is written beside the others, flushed to the disk and made current by one rename, so that whoever is killed
-at whatever moment leaves the previous ones untouched. Only then may older ones go, chosen by what is on the disk and
-not by what a process remembers.
+A checkpoint is written beside the others, flushed to the disk and made current by one rename, so that a process killed
+at any moment leaves earlier checkpoints intact. Older ones are deleted only afterwards; which ones is decided from the
+files on disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Damaged(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileRecord:
     """What the manifest says of a file."""
 
     size: int
@@ -54,7 +54,7 @@ class Manifest:
 
     path: Path
     step: int
-    files: dict[str, Entry]
+    files: dict[str, FileRecord]
     notes: dict[str, Any] = field(default_factory=dict)
 
     def json(self, name: str) -> Any:
@@ -129,13 +129,13 @@ class Store:
         partial.mkdir(parents=True)
         return partial
 
-    def publish(self, step: int, files: Mapping[str, Entry], notes: Mapping[str, Any]) -> Manifest:
+    def publish(self, step: int, files: Mapping[str, FileRecord], notes: Mapping[str, Any]) -> None:
         """Write the marker and make the folder current. All files must have been flushed.
 
         A checkpoint of the same step that is there already is replaced.
         """
-        content = {"format": FORMAT, "step": step, "files": {n: asdict(e) for n, e in sorted(files.items())}}
-        content["notes"] = dict(notes)
+        records = {name: asdict(files[name]) for name in sorted(files)}
+        content = {"format": FORMAT, "step": step, "files": records, "notes": dict(notes)}
         partial = self.partial(step)
         write_json(partial / MANIFEST, content | {"digest": _digest(content)})
         flush_folder(partial)
@@ -145,7 +145,6 @@ class Store:
         flush_folder(self.root)
         if replaced is not None:
             shutil.rmtree(replaced)
-        return Manifest(final, step, dict(files), dict(notes))
 
     def discard(self, step: int) -> None:
         """Remove an unfinished checkpoint."""
@@ -163,11 +162,10 @@ class Store:
 
     # ---- tidying
 
-    def clean(self) -> list[str]:
+    def clean(self) -> None:
         """Tidy up after killed runs: a checkpoint that lacked only its name gets it, unfinished ones and half-done
-        deletions are removed. Returns the names of the removed.
+        deletions are removed.
         """
-        removed = []
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             match = re.fullmatch(rf"{NAME.pattern}({re.escape(PARTIAL)}|{re.escape(DELETED)})", path.name)
             if match is None:
@@ -179,8 +177,6 @@ class Store:
                     path.rename(final)
                     continue
             shutil.rmtree(path)
-            removed.append(path.name)
-        return removed
 
     def set_aside(self, step: int, ending: str = DAMAGED) -> Path:
         """Rename a checkpoint, so that it neither counts nor is at any time half there under its own name."""
@@ -191,12 +187,11 @@ class Store:
         path.rename(target)
         return target
 
-    def prune(self, retention: Retention) -> list[int]:
-        """Delete what the retention lets go, of the complete checkpoints; returns their steps."""
-        gone = retention.superseded({whole.step: whole.notes.get("metrics", {}) for whole in self.complete()})
-        for step in gone:
+    def prune(self, retention: Retention) -> None:
+        """Delete those of the complete checkpoints that the retention does not keep."""
+        metrics = {whole.step: whole.notes.get("metrics", {}) for whole in self.complete()}
+        for step in retention.superseded(metrics):
             shutil.rmtree(self.set_aside(step, DELETED))
-        return gone
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -210,7 +205,7 @@ def read_manifest(path: Path) -> Manifest:
         digest = content.pop("digest")
         known = content["format"]
     except FileNotFoundError:
-        raise Damaged(f"{path}: has no {MANIFEST}, so it is no complete checkpoint") from None
+        raise Damaged(f"{path}: has no {MANIFEST}, so it is not a complete checkpoint") from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damaged(f"{path / MANIFEST}: cannot be read as a manifest ({error})") from error
     if digest != _digest(content):
@@ -220,14 +215,14 @@ def read_manifest(path: Path) -> Manifest:
     named = NAME.fullmatch(path.name)
     if named and int(named[1]) != content["step"]:
         raise Damaged(f"{path}: its {MANIFEST} is that of step {content['step']}, so the folder is a copy of another")
-    files = {name: Entry(**entry) for name, entry in content["files"].items()}
-    for name, entry in files.items():
+    files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    for name, record in files.items():
         try:
             size = (path / name).stat().st_size
         except OSError:
             raise Damaged(f"{path / name}: the file is missing") from None
-        if size != entry.size:
-            raise Damaged(f"{path / name}: has {size} bytes, {entry.size} were written")
+        if size != record.size:
+            raise Damaged(f"{path / name}: has {size} bytes, {record.size} were written")
     return Manifest(path, int(content["step"]), files, content["notes"])
 
 
@@ -240,7 +235,7 @@ def checksum_of(path: Path) -> int:
     return out.value()
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Entry:
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
     """Write a file and flush it to the disk. Its checksum is taken on the way; small parts are written together."""
     size, checksum = 0, Checksum()
     with open(path, "wb", buffering=CHUNK // 8) as file:
@@ -252,10 +247,10 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Entry:
                 file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-    return Entry(size, checksum.value())
+    return FileRecord(size, checksum.value())
 
 
-def write_json(path: Path, value: Any) -> Entry:
+def write_json(path: Path, value: Any) -> FileRecord:
     """`write_file` of a value as JSON."""
     return write_file(path, [json.dumps(value, separators=(",", ":")).encode()])
 

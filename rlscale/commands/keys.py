@@ -2,6 +2,8 @@
 
     rlscale keys > reference.yaml       # as a configuration file
     rlscale keys actor.optim            # the keys that begin so, one per line: key, default, meaning
+
+A prefix is the beginning of a key, such as a section of the configuration.
 """
 
 from __future__ import annotations

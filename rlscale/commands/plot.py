@@ -1,6 +1,8 @@
 """Draw the pictures of finished or running runs from their metrics.jsonl into their folders plots/.
 
     rlscale plot runs/quickstart
+
+The paths of the pictures are printed.
 """
 
 from __future__ import annotations

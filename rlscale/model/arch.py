@@ -36,7 +36,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(qk_norm=True),
     "Qwen3MoeForCausalLM": Architecture(qk_norm=True, experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")),
 }
-#: what stands in place of ForCausalLM where the model has one scalar a token (critics, reward models)
+#: what stands in place of ForCausalLM where the model has one scalar per token (critics, reward models)
 SCALAR_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -61,7 +61,7 @@ class ModelSpec:
     tied: bool = False  # output weight = embedding weight
     sliding_window: int | None = None
     max_positions: int = 0
-    value_head: bool = False  # one scalar a token instead of a vocabulary
+    value_head: bool = False  # one scalar per token instead of a vocabulary
     head_bias: bool = False  # which may have a bias
     experts: int = 0  # of each sparse MLP; 0: all layers are dense
     experts_per_token: int = 0

@@ -3,7 +3,7 @@
 Rotary embedding and attention happen here, because only here the positions and borders of the packed sequence are known
 (the GPTModel is built without position embedding). Three kernels compute the same thing:
 
-* dense blocks: one small masked matrix product a block. At a few hundred tokens this beats a fused kernel on a CPU.
+* dense blocks: one small masked matrix product per block. At a few hundred tokens this beats a fused kernel on a CPU.
 * segments: scaled_dot_product_attention of every response over prompt + itself; memory linear in the key length.
 * varlen (CUDA): torch's variable-length flash attention, with the keys of each response gathered behind its prompt.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from rlscale.model.packing import Block, PackedSequence
 from rlscale.model.ulysses import gather_heads, scatter_heads
 
-DENSE_BLOCK_TOKENS = 1024  # blocks up to this length use the dense kernel (its score matrix is length^2 a head)
+DENSE_BLOCK_TOKENS = 1024  # blocks up to this length use the dense kernel (its score matrix is length^2 per head)
 
 
 @dataclass

@@ -60,8 +60,8 @@ class FewKeyHeads(SelfAttention):
         mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
         group, place = divmod(self.config.rlscale_tp_rank, self.world_size // groups)
         heads = mixed.unflatten(-1, (groups, -1, dim))[:, :, group]  # [S, 1, query heads of the group + 2, D]
-        mine = self.config.num_attention_heads // self.world_size
-        query, key, value = heads[:, :, place * mine : (place + 1) * mine], heads[:, :, -2:-1], heads[:, :, -1:]
+        count = self.config.num_attention_heads // self.world_size
+        query, key, value = heads[:, :, place * count : (place + 1) * count], heads[:, :, -2:-1], heads[:, :, -1:]
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value

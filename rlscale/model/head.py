@@ -1,8 +1,8 @@
 """Log-prob and entropy of given tokens straight from hidden states: the output layer, in chunks, over the TP group.
 
 A vocabulary of 150,000 makes the logits of a long batch the largest tensor of a training step, although the loss
-needs one number a token. Here at most ``chunk`` tokens of logits exist at a time: the forward pass keeps a few
-numbers a token, and the backward pass computes each chunk's logits again. The chunk that the forward pass sees last
+needs one number per token. Here at most ``chunk`` tokens of logits exist at a time: the forward pass keeps a few
+numbers per token, and the backward pass computes each chunk's logits again. The chunk that the forward pass sees last
 is not computed twice: backward starts with it, so it is kept as unnormalised probabilities in the working dtype (a
 batch of one chunk costs three matrix products, not four).
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _CACHE_BYTES = 2 << 20  # float32 rows of the softmax worked on at a time on the CPU
-_PIECE = 256  # tokens a matrix product in forward on the CPU
+_PIECE = 256  # tokens per matrix product in forward on the CPU
 _COLUMNS = 16384  # columns of the weight gradient added at a time
 
 
@@ -109,7 +109,7 @@ class _Head(torch.autograd.Function):
         keep_from = max(tokens - 1, 0) // spec.chunk * spec.chunk if spec.needs_grad else tokens
         kept = hidden.new_empty(tokens - keep_from, columns)
         buffer = hidden.new_empty(min(_piece(hidden, spec), keep_from), columns)
-        for rows in _pieces(0, tokens, hidden, spec):
+        for rows in _pieces(tokens, hidden, spec):
             keep = rows.start >= keep_from
             z = kept[rows.start - keep_from : rows.stop - keep_from] if keep else buffer[: rows.stop - rows.start]
             torch.mm(hidden[rows], weight.t(), out=z)
@@ -197,14 +197,11 @@ def _piece(hidden: Tensor, spec: _Spec) -> int:
     return min(spec.chunk, _PIECE) if hidden.device.type == "cpu" else spec.chunk
 
 
-def _pieces(start: int, stop: int, hidden: Tensor, spec: _Spec) -> list[slice]:
-    """``[start, stop)`` in pieces, none of them across the boundary of two chunks."""
-    step, out = _piece(hidden, spec), []
-    while start < stop:
-        end = min(start + step, start - start % spec.chunk + spec.chunk, stop)
-        out.append(slice(start, end))
-        start = end
-    return out
+def _pieces(tokens: int, hidden: Tensor, spec: _Spec) -> list[slice]:
+    """``[0, tokens)`` in pieces, none of them across the boundary of two chunks."""
+    step = _piece(hidden, spec)
+    chunks = [(at, min(at + spec.chunk, tokens)) for at in range(0, tokens, spec.chunk)]
+    return [slice(at, min(at + step, stop)) for start, stop in chunks for at in range(start, stop, step)]
 
 
 def _tiles(z: Tensor, rooms: int, dtype: torch.dtype) -> Iterator[tuple[slice, list[Tensor]]]:

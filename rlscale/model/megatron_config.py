@@ -17,10 +17,10 @@ megatron_cpu.enable()  # before any Megatron module is imported
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
-class Config(TransformerConfig):
+class MegatronConfig(TransformerConfig):
     """Megatron copies its configuration deeply in places, which process groups do not allow and nothing here needs."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Config:
+    def __deepcopy__(self, memo: dict[int, Any]) -> MegatronConfig:
         return copy.copy(self)
 
 
@@ -30,7 +30,7 @@ def build_config(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, sequence_pa
     The fused activation is on, because its autograd function keeps its input only; without CUDA it is plain torch. The
     other fusions, off by default, need CUDA extensions that this project does not ask for.
     """
-    config = Config(
+    config = MegatronConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden,
         ffn_hidden_size=spec.ffn,

@@ -5,7 +5,7 @@ and the parts are summed: the same two collectives as around a dense MLP. With e
 slice of every expert, with it whole experts; either way its parameters are slices of the model that no other
 tensor-parallel rank holds, and ZeRO and the gradient norm need to know no more.
 
-An expert's weights lie in one stacked parameter a layer: an expert that no token chose gets a gradient of zeros, so
+An expert's weights lie in one stacked parameter per layer: an expert that no token chose gets a gradient of zeros, so
 that every rank reduces the same tensors in the same order, and ZeRO keeps a few parameters instead of thousands.
 """
 
@@ -62,8 +62,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x: [S, hidden]; weights, chosen: [S, top_k]. Returns what these experts add to each token, [S, hidden]."""
         number = chosen.flatten() - self.first
-        mine = ((number >= 0) & (number < self.count)).nonzero()[:, 0]
-        order = mine[number[mine].argsort(stable=True)]  # (token, choice) pairs, expert after expert
+        local = ((number >= 0) & (number < self.count)).nonzero()[:, 0]
+        order = local[number[local].argsort(stable=True)]  # (token, choice) pairs, expert after expert
         counts = torch.bincount(number[order], minlength=self.count).tolist()
         token = order // chosen.shape[1]
         inner = bias_swiglu_impl(_each(x.index_select(0, token), counts, self.gate_up), None)

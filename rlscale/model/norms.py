@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm on the CPU that keeps its input and one number a token, where torch's keeps several fp32 copies.
+    """RMSNorm on the CPU that keeps its input and one number per token, where torch's keeps several fp32 copies.
 
     Arithmetic in fp32, rounded before the weight as transformers does it. Backward: with ``n = x / rms`` and ``h = g
     w``, ``dx = (h - n mean(h n)) / rms`` and ``dw = sum g n``.

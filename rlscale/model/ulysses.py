@@ -3,7 +3,7 @@
 The ranks of a group hold consecutive, equally long parts of one packed sequence, so that everything outside attention
 (projections, norms, MLP, head) touches 1/N of the tokens. Attention mixes tokens but not heads, so an all-to-all turns
 "my tokens, all heads" into "all tokens, my heads" before it and back after it (Jacobs et al. 2023, arXiv 2309.14509).
-Each token crosses twice a layer, whatever N is.
+Each token crosses twice per layer, whatever N is.
 
 Key-value heads fewer than N are repeated as often as the query heads of a rank need them, not more.
 """
@@ -48,9 +48,9 @@ def kv_repeats(heads: int, kv_heads: int, size: int) -> int:
     if kv_heads % size == 0:
         return 1
     shared = heads // kv_heads  # query heads that share a key-value head
-    mine = heads // size
+    per_rank = heads // size
     # all query heads of a rank share one key-value head: that one; otherwise one for each query head
-    return size // kv_heads if shared % mine == 0 else shared
+    return size // kv_heads if shared % per_rank == 0 else shared
 
 
 def scatter_heads(query: Tensor, key: Tensor, value: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,8 +19,8 @@ from rlscale.reshard.layout import Box, Ints, Layout, divide, intersect, subtrac
 
 @dataclass
 class Copies:
-    """All copies that fill a layout, a row each: by receiver, in the order of delivery. Row ``i`` fills one box of one
-    chunk; a chunk is what arrives in one round.
+    """All copies that fill a layout, one row each: by receiver, in the order of delivery. Row ``i`` fills one box of
+    one chunk; a chunk is what arrives in one round.
 
     Attributes:
         receivers: ranks that want something, in order.
@@ -107,7 +107,7 @@ class _Case(NamedTuple):
 
 
 class _Cases:
-    """The copies of all cases, a row each; one case follows the other.
+    """The copies of all cases, one row each; one case follows the other.
 
     Attributes:
         rows: wanted slice, chunk (both counted in the case), elements, bytes, own and held slice (as in `Copies`).
@@ -149,8 +149,8 @@ class _Cases:
             step = max(1, self.bucket_bytes // 2 // row_bytes)
             copies, elements = self.pattern(index, step, tuple(positions.values()), self.cuts[name])
             numbers = list(positions)
-            for box, chunk, size, mine, other in copies:
-                of = (-1, self.first[name] + other) if mine < 0 else (numbers[mine], -1)
+            for box, chunk, size, held_here, other in copies:
+                of = (-1, self.first[name] + other) if held_here < 0 else (numbers[held_here], -1)
                 self.rows.append((number, chunks + chunk, size, size * itemsize, *of))
                 self.boxes.append(box)
             chunks = self.rows[-1][1] + 1
@@ -172,8 +172,8 @@ def _pattern(
             if not open_boxes:
                 break
             common = [box for box in (intersect(box, held) for box in open_boxes) if box is not None]
-            mine = number if number < len(own) else -1
-            copies += [(box, chunk, volume(box), mine, number - len(own)) for box in common]
+            held_here = number if number < len(own) else -1
+            copies += [(box, chunk, volume(box), held_here, number - len(own)) for box in common]
             open_boxes = subtract(open_boxes, [held]) if common else open_boxes
         assert not open_boxes, f"{part}: a validated layout covers every element"
     return copies, sum(map(volume, subtract([index], own)))

@@ -11,20 +11,21 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlscale.cluster.collective import on_each
+from rlscale.cluster.collective import on_first
 from rlscale.reshard.canonical import VALUE_HEAD, hf_layout
 from rlscale.reshard.hf_load import INDEX, SINGLE
 from rlscale.reshard.layout import Box, Layout
 from rlscale.reshard.plan import DEFAULT_BUCKET_BYTES, plan
-from rlscale.reshard.safetensors_file import make_header
+from rlscale.reshard.safetensors_file import make_header, raw_bytes
 from rlscale.reshard.transport import Bucket, Transfer, default_device
 
 SHARD_BYTES = 5 * 10**9
@@ -56,15 +57,12 @@ def export_hf(
     rank = dist.get_rank() if dist.is_initialized() else 0
     copies = plan(layout, hf_layout(layout.shapes), dtype=dtype, bucket_bytes=bucket_bytes)
     output = _Folder(Path(folder), layout.shapes, dtype, shard_bytes)
-
-    def together(action: Callable[[], None]) -> None:
-        """Rank 0 acts; if it fails, the same error is raised on every rank."""
-        on_each(
-            action if rank == 0 else lambda: None, group, catch=(OSError, ValueError),
-            describe=lambda error: (ValueError if isinstance(error, ValueError) else OSError, str(error)),
-            raised=lambda told: told[0](f"export to {folder} failed: {told[1]}"),
-        )  # fmt: skip
-
+    # rank 0 acts; if it fails, the same error is raised on every rank
+    together = partial(
+        on_first, group=group, catch=(OSError, ValueError),
+        describe=lambda error: (ValueError if isinstance(error, ValueError) else OSError, str(error)),
+        raised=lambda told: told[0](f"export to {folder} failed: {told[1]}"),
+    )  # fmt: skip
     try:
         together(lambda: output.prepare(Path(reference_folder)))
         device = next((tensor.device for tensor in sources.values()), default_device(group))
@@ -74,7 +72,7 @@ def export_hf(
             if rank == 0 and failure is None:
                 try:
                     output.write(bucket)
-                except OSError as error:  # the others are in the middle of sending: go on receiving, then tell them
+                except OSError as error:  # the other ranks are sending: keep receiving, then report the error
                     failure = error
                     output.discard()
         together(lambda: output.publish(failure))
@@ -110,7 +108,7 @@ class _Folder:
         if not (reference / "config.json").is_file():
             raise ValueError(f"reference folder has no config.json: {reference}")
         if (stranger := _stranger(self.final)) is not None:
-            raise ValueError(f"{self.final} is there and is no exported model ({stranger}); it is left as it is")
+            raise ValueError(f"{self.final} exists and is not an exported model ({stranger}); it was not replaced")
         if self.old.exists() and not self.final.exists():  # killed between the two renames of `publish`
             self.old.rename(self.final)
         for stale in (self.partial, self.old):
@@ -164,9 +162,9 @@ class _Folder:
                 for ((lo, hi), *others), values in of_tensor:
                     rows[tuple(slice(*bounds) for bounds in ((lo - first, hi - first), *others))] = values
             assert rows.shape == (last - first, *rest), f"{name}: rows come whole"
-            data = rows.cpu().reshape(-1).view(torch.uint8).numpy()
+            data = raw_bytes(rows.cpu())
             file, start = self.files[name]
-            _write_at(file, start + first * math.prod(rest) * self.dtype.itemsize, memoryview(data))  # type: ignore[arg-type]
+            _write_at(file, start + first * math.prod(rest) * self.dtype.itemsize, data)
             self.missing -= data.nbytes
 
     def publish(self, failure: Exception | None) -> None:

@@ -6,14 +6,14 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlscale.reshard.layout import Box, Piece, volume
-from rlscale.reshard.safetensors_file import TYPES, read_header
+from rlscale.reshard.safetensors_file import TYPES, raw_bytes, read_header
 from rlscale.reshard.transport import region
 
 SINGLE = "model.safetensors"
@@ -24,7 +24,6 @@ READ_BYTES = 32 * 2**20  # most that is read (and, where it must be converted, b
 def load_pieces(
     folder: str | Path, pieces: Iterable[Piece], dest: Mapping[str, torch.Tensor], *,
     shapes: Mapping[str, tuple[int, ...]], optional: Collection[str] = (),
-    on_read: Callable[[int], None] | None = None,
 ) -> set[str]:  # fmt: skip
     """Fill this rank's local buffers from a Hugging Face folder, converting to their dtypes; not collective.
 
@@ -38,7 +37,6 @@ def load_pieces(
         dest: local buffers by key, e.g. ``dict(model.named_parameters())``; each must be the target of some piece.
         shapes: canonical shapes of the whole model, ``layout.shapes``.
         optional: tensors that the folder may lack (the value head of a new critic); their buffers stay untouched.
-        on_read: called with the number of bytes of every read of tensor data.
 
     Returns:
         The optional tensors that the folder lacks.
@@ -70,7 +68,7 @@ def load_pieces(
     for file, of_file in files:
         with open(file.path, "rb", buffering=0) as handle:
             for piece in of_file:
-                file.read(handle.fileno(), piece, region(dest[piece.key], piece), on_read or (lambda _: None))
+                file.read(handle.fileno(), piece, region(dest[piece.key], piece))
     return absent
 
 
@@ -110,9 +108,9 @@ class _File:
         if kind not in TYPES:
             raise ValueError(f"{self.path}: tensor {name} has type {kind}, which cannot be converted")
         if stop - start != math.prod(shape) * TYPES[kind].itemsize:
-            raise ValueError(f"{self.path}: tensor {name} has {stop - start} bytes, too few or many for its shape")
+            raise ValueError(f"{self.path}: tensor {name} has {stop - start} bytes, which does not match its shape")
 
-    def read(self, file: int, piece: Piece, target: torch.Tensor, on_read: Callable[[int], None]) -> None:
+    def read(self, file: int, piece: Piece, target: torch.Tensor) -> None:
         """Fill ``target`` with a slice, in parts of at most `READ_BYTES`."""
         kind, shape, start, _ = self.tensors[piece.name]
         dtype = TYPES[kind]
@@ -124,11 +122,10 @@ class _File:
             last = min(first + step, hi)
             part = target[first - lo : last - lo]
             values = part if straight else torch.empty(part.shape, dtype=dtype)
-            memory = memoryview(values.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            memory = raw_bytes(values)
             at = 0
             for offset, nbytes in _runs(shape, ((first, last), *rest), dtype.itemsize):
                 self._read_at(file, self.data + start + offset, memory[at : at + nbytes])
-                on_read(nbytes)
                 at += nbytes
             if not straight:
                 part.copy_(values)
@@ -137,7 +134,7 @@ class _File:
         while memory:
             count = os.preadv(file, [memory[:READ_BYTES]], offset)
             if count == 0:
-                raise ValueError(f"{self.path}: ends at byte {offset}; it was cut while it was read")
+                raise ValueError(f"{self.path}: ends at byte {offset}; the file was truncated while it was read")
             memory, offset = memory[count:], offset + count
 
 

@@ -70,8 +70,8 @@ class Layout:
         shards: ranks, and what each of them holds besides its ``pieces``; a rank may stand in several.
 
     Raises:
-        ValueError: a piece of an unknown tensor, out of bounds, or with different shapes on its two sides; a tensor of
-            which some element is held by nobody.
+        ValueError: a piece of an unknown tensor, out of bounds, or with different shapes on its two sides; a tensor
+            with an element that no rank holds.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def divide(box: Box, parts: int) -> list[Box]:
-    """Cut along the first dimension into nearly equal parts, at most one a row."""
+    """Cut along the first dimension into nearly equal parts, at most one per row."""
     (start, stop), rest = box[0], box[1:]
     parts = min(parts, stop - start)
     edges = [start + (stop - start) * i // parts for i in range(parts + 1)]

@@ -88,15 +88,15 @@ class Traffic:
         table = self.copies = cover(source, destination, itemsizes, bucket_bytes)
         senders = sorted(source.shard_of)
         self.sender: Ints = choose(table, len(senders), ranks_per_node)
-        own = self.sender == table.receiver
-        self.local = self._by_rank(table.receivers, table.receiver, own)
-        self.received = self._by_rank(table.receivers, table.receiver, ~own)
-        self.sent = self._by_rank(senders, self.sender, ~own)
+        stays = self.sender == table.receiver
+        self.local = self._by_rank(table.receivers, table.receiver, stays)
+        self.received = self._by_rank(table.receivers, table.receiver, ~stays)
+        self.sent = self._by_rank(senders, self.sender, ~stays)
         self.lower_bound = table.lower_bound
-        far = np.zeros(len(own), bool)
+        between_nodes = np.zeros(len(stays), bool)
         if ranks_per_node is not None:
-            far = self.sender // ranks_per_node != table.receiver // ranks_per_node
-        self.from_network = self._by_rank(table.receivers, table.receiver, far)
+            between_nodes = self.sender // ranks_per_node != table.receiver // ranks_per_node
+        self.from_network = self._by_rank(table.receivers, table.receiver, between_nodes)
         total, network, device = (sum(by.values()) for by in (self.received, self.from_network, self.local))
         self.links = {"device": device, "node": total - network, "network": network}
 
@@ -244,7 +244,7 @@ def plan(
 
     Args:
         source: who holds what; replicas are used to stay within a node and to balance the senders.
-        destination: who wants what, on any ranks, also such as hold nothing.
+        destination: the slices that each rank needs; ranks that hold nothing are allowed.
         dtype: of the destination, one for all or by tensor name. Senders convert.
         bucket_bytes: a piece larger than this is cut along its first dimension.
         ranks_per_node: ranks ``[n * ranks_per_node, (n + 1) * ranks_per_node)`` share a node; None: all do.

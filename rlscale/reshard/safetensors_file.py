@@ -17,7 +17,7 @@ TYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of a file: the format's name of its type, its shape, and its bytes from the end of the header on."""
 
     kind: str
@@ -26,7 +26,12 @@ class Entry(NamedTuple):
     stop: int
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], int]:
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, shared with it."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorEntry], int]:
     """The tensors of a file, and the byte at which their data begin.
 
     Raises:
@@ -40,7 +45,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], int]:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header: dict[str, Any] = json.loads(handle.read(length))
         header.pop("__metadata__", None)
-        tensors = {name: Entry(e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
+        tensors = {name: TensorEntry(e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
         for name, (_, shape, start, stop) in tensors.items():
             if not all(isinstance(n, int) for n in (*shape, start, stop)) or not 0 <= start <= stop:
                 raise ValueError(f"the header puts {name} {list(shape)} at [{start}, {stop}]")

@@ -37,22 +37,22 @@ def choose(copies: Copies, senders: int, ranks_per_node: int | None) -> Ints:
     for number in fewest_first:
         if len(sets[number]) == 1:
             dealer.deal(groups[number], sets[number])
-    rest = {number: [groups[number]] for number in fewest_first if len(sets[number]) > 1}
+    remaining = {number: [groups[number]] for number in fewest_first if len(sets[number]) > 1}
     if ranks_per_node is not None:
         near = []
-        for number in rest:
+        for number in remaining:
             fair = max(mean, int(nbytes[groups[number]].sum()) // len(sets[number]))
-            rest[number] = []
+            remaining[number] = []
             for node, rows in _grouped(receiver[groups[number]] // ranks_per_node):
                 local = tuple(rank for rank in sets[number] if rank // ranks_per_node == node)
                 rows = groups[number][rows]
                 if local and len(local) < len(sets[number]):
                     near.append((len(local), number, node, rows, local, int(NEAR * fair)))
                 else:
-                    rest[number].append(rows)
+                    remaining[number].append(rows)
         for _, number, _, rows, local, limit in sorted(near, key=lambda entry: entry[:3]):
-            rest[number].append(dealer.deal(rows, local, limit))
-    for number, parts in rest.items():
+            remaining[number].append(dealer.deal(rows, local, limit))
+    for number, parts in remaining.items():
         dealer.deal(np.sort(np.concatenate(parts)), sets[number])
     return sender
 

@@ -4,23 +4,22 @@ Senders convert to the destination's dtype. A large contiguous slice is sent str
 packed into a staging buffer. The receiver's bucket is filled in place, so that it can be memory which another process
 maps (POSIX shared memory, CUDA IPC), and is complete when it is handed out.
 
-The same plan runs once a training step over the same tensors, and a large model has tens of thousands of slices. So all
-views and messages are made on the first run and kept for as long as the tensors stay where they are: what remains of a
-run are calls of send, receive and copy.
+The same plan runs once per training step over the same tensors, and a large model has tens of thousands of slices. So
+all views and messages are made on the first run and kept for as long as the tensors stay where they are: what remains
+of a run are calls of send, receive and copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlscale.reshard.layout import Piece
-from rlscale.reshard.plan import STAGING_ALIGN, Copy, Message, Plan, aligned
+from rlscale.reshard.plan import Copy, Message, Plan, aligned
 
 Tensors = Mapping[str, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]  # destination and source of a local copy
@@ -62,22 +61,15 @@ class Transfer:
     """A plan on this rank, with the buffers and views that its runs share; every run is collective over ``group``.
 
     Args:
-        buffers: for `buckets`: one or two uint8 tensors of ``plan.buffer_bytes(rank)`` each, on the device of the
-            sources. With two, the next round travels while the caller works on this one.
+        buffers: one or two uint8 tensors of ``plan.buffer_bytes(rank)`` each, on the device of the sources. With two,
+            the next round travels while the caller works on this one.
     """
 
-    def __init__(self, plan: Plan, *, group: dist.ProcessGroup | None = None, buffers: Sequence[torch.Tensor] = ()):
+    def __init__(self, plan: Plan, *, buffers: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None):
         self.plan, self.group, self.buffers = plan, group, list(buffers)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.rounds: list[_Round] = []
         self.made_for: object = None
-        self.ahead = False
-        self.allocated: list[torch.Tensor] = []  # temporary memory of this object's own
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Size of all buffers of this rank, given or allocated."""
-        return sum(tensor.nbytes for tensor in [*self.buffers, *self.allocated])
 
     def buckets(self, sources: Tensors) -> Iterator[Bucket]:
         """Yield this rank's bucket of every round.
@@ -91,21 +83,16 @@ class Transfer:
             ValueError: a local buffer that is missing or too small for its pieces, plans that differ between ranks; on
                 every rank, before anything is sent.
         """
-        self._ready(sources, None)
+        # where the sources lie: equal if views of one set are views of the other
+        places = {key: (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for key, t in sources.items()}
+        if places == self.made_for:
+            self._raise_on_any(None)
+        else:
+            self.made_for, self.rounds = None, []
+            self._raise_on_any(self._violation(sources))
+            self._make(sources)
+            self.made_for = places
         return self._deliver()
-
-    @torch.no_grad()
-    def into(self, sources: Tensors, destinations: Tensors) -> None:
-        """Write every piece to its place in this rank's ``destinations``, which must not overlap ``sources``.
-
-        Own copies go straight from source to destination; large contiguous slices are received in place, the others
-        through buffers that, with the staging buffer, take at most twice ``plan.bucket_bytes`` (and some alignment).
-        Raises ValueError as `buckets`, for destinations as for sources.
-        """
-        self._ready(sources, destinations)
-        for bucket in self._deliver():
-            for to, values in self.rounds[bucket.number].unpacks:
-                to.copy_(values)
 
     def _deliver(self) -> Iterator[Bucket]:
         """With two buffers, two rounds are on their way at one time: gloo and NCCL are fastest with much to do."""
@@ -114,7 +101,8 @@ class Transfer:
             if number not in posted:
                 posted[number] = self._post(number)
             # the caller has left the bucket of the round before; only the staging buffer may still be in use
-            following = self.rounds[number + 1] if self.ahead and number + 1 < len(self.rounds) else None
+            ahead = len(self.buffers) > 1 and number + 1 < len(self.rounds)
+            following = self.rounds[number + 1] if ahead else None
             if following is not None and not (this.packs and following.packs):
                 posted[number + 1] = self._post(number + 1)
             for work in posted.pop(number):
@@ -137,56 +125,57 @@ class Transfer:
             to.copy_(values)
         return works
 
-    def _ready(self, sources: Tensors, destinations: Tensors | None) -> None:
-        """Check what the caller gave, together with the other ranks, and make the views of a run if it is new."""
-        made_for = [_places(sources), None if destinations is None else _places(destinations)]
-        if made_for == self.made_for:
-            self._agree(None, sources)
-            return
-        self.made_for, self.rounds, self.allocated = None, [], []
-        self._agree(self._violation(sources, destinations), sources)
-        device = next((t.device for t in [*sources.values(), *(destinations or {}).values(), *self.buffers]), None)
-        self._make(sources, destinations, device or default_device(self.group))
-        self.made_for = made_for
+    def _make(self, sources: Tensors) -> None:
+        """The views and messages of all rounds."""
+        # each message with the memory that it is sent from, or None where it must be packed
+        outgoing = [
+            [(message, _whole(message, sources)) for message in self.plan.messages_from(self.rank, number)]
+            for number in range(self.plan.rounds)
+        ]
+        room = 0
+        for messages in outgoing:
+            packed = {_content(message): message.nbytes for message, values in messages if values is None}
+            room = max(room, sum(map(aligned, packed.values())))
+        staging = torch.empty(room, dtype=torch.uint8, device=self.buffers[0].device)
+        self.rounds = [self._round(number, sources, messages, staging) for number, messages in enumerate(outgoing)]
 
-    def _make(self, sources: Tensors, destinations: Tensors | None, device: torch.device) -> None:
-        def allocate(nbytes: int) -> torch.Tensor:
-            self.allocated.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
-            return self.allocated[-1]
+    def _round(
+        self, number: int, sources: Tensors, outgoing: list[tuple[Message, torch.Tensor | None]], staging: torch.Tensor
+    ) -> _Round:
+        copies, buffer = self.plan.incoming(self.rank)[number], self.buffers[number % len(self.buffers)]
+        used = copies[-1].offset + copies[-1].nbytes if copies else 0
+        this = _Round(Bucket(number, copies, buffer[:used]))
+        for message in self.plan.messages_to(self.rank, number):
+            target = buffer[message.offset : message.offset + message.nbytes]
+            this.operations.append(dist.P2POp(dist.irecv, target, message.source, self.group))
+        packed: dict[Any, torch.Tensor] = {}  # each slice once, even if several ranks want it
+        at = 0
+        for message, values in outgoing:
+            if values is None and (values := packed.get(_content(message))) is None:
+                values = packed[_content(message)] = staging[at : at + message.nbytes]
+                at += aligned(message.nbytes)
+                for copy in message.copies:
+                    this.packs.append((_typed(values, copy.offset - message.offset, copy), _values(copy, sources)))
+            this.operations.append(dist.P2POp(dist.isend, values, message.destination, self.group))
+        own = [copy for copy in copies if copy.sender == self.rank]
+        this.own = [(_typed(buffer, copy.offset, copy), _values(copy, sources)) for copy in own]
+        return this
 
-        parts = [_Parts(self.plan, self.rank, number, sources, destinations) for number in range(self.plan.rounds)]
-        room = max((part.staging_bytes for part in parts), default=0)
-        if destinations is None:
-            buffers = self.buffers or [allocate(self.plan.buffer_bytes(self.rank))]
-        else:  # what is received in place needs none
-            need = max((part.buffer_bytes for part in parts), default=0)
-            buffers = [allocate(need)]
-            if 2 * need + room <= 2 * self.plan.bucket_bytes:
-                buffers.append(allocate(need))
-        self.ahead = len(buffers) > 1
-        staging = allocate(room)
-        self.rounds = [part.make(buffers[n % len(buffers)], staging, self.group) for n, part in enumerate(parts)]
-
-    def _violation(self, sources: Tensors, destinations: Tensors | None) -> str | None:
+    def _violation(self, sources: Tensors) -> str | None:
         """The first thing that is wrong with what the caller gave on this rank."""
         for copy in self.plan.from_rank(self.rank):
-            if (problem := _misfit("source", sources, copy.source)) is not None:
+            if (problem := _misfit(sources.get(copy.source.key), copy.source)) is not None:
                 return problem
-        if destinations is not None:
-            for copy in chain.from_iterable(self.plan.incoming(self.rank)):
-                if (problem := _misfit("destination", destinations, copy.destination)) is not None:
-                    return problem
         need = self.plan.buffer_bytes(self.rank)
         if any(buffer.numel() < need or buffer.dtype != torch.uint8 for buffer in self.buffers):
             return f"buffers must be uint8 tensors of at least {need} bytes"
         return None
 
-    def _agree(self, problem: str | None, sources: Tensors) -> None:
+    def _raise_on_any(self, problem: str | None) -> None:
         """Raise on every rank what is wrong on any, before anyone waits for a message that will not come."""
         if dist.is_initialized():
             digest = self.plan.digest
-            local = [*sources.values(), *self.buffers]
-            device = local[0].device if local else default_device(self.group)
+            device = self.buffers[0].device
             flags = torch.tensor([digest, -digest, int(problem is not None)], dtype=torch.int64, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             high, low, failed = flags.tolist()
@@ -206,80 +195,17 @@ class _Round:
     packs: list[Pair] = field(default_factory=list)  # into the staging buffer, before sending
     own: list[Pair] = field(default_factory=list)  # copies within this rank
     operations: list[Any] = field(default_factory=list)
-    unpacks: list[Pair] = field(default_factory=list)  # out of the bucket, when it is complete
 
 
-class _Parts:
-    """What has to happen on a rank in a round; knows the room it needs before the buffers exist."""
-
-    def __init__(self, plan: Plan, rank: int, number: int, sources: Tensors, destinations: Tensors | None):
-        self.number, self.sources, self.destinations = number, sources, destinations
-        self.copies = plan.incoming(rank)[number]
-        self.own = [copy for copy in self.copies if copy.sender == rank]
-        # each message with the memory (uint8) that it is received into, or sent from, where it need not be packed
-        self.incoming = [
-            (message, None if destinations is None else _whole(message, self._landing))
-            for message in plan.messages_to(rank, number)
-        ]
-        self.outgoing = [(message, _whole(message, self._values)) for message in plan.messages_from(rank, number)]
-        self.buffer_bytes = sum(message.nbytes + STAGING_ALIGN for message, target in self.incoming if target is None)
-        packed = {_content(message): message.nbytes for message, values in self.outgoing if values is None}
-        self.staging_bytes = sum(map(aligned, packed.values()))
-
-    def make(self, buffer: torch.Tensor, staging: torch.Tensor, group: dist.ProcessGroup | None) -> _Round:
-        copies = self.copies if self.destinations is None else []
-        used = copies[-1].offset + copies[-1].nbytes if copies else 0
-        round_ = _Round(Bucket(self.number, copies, buffer[:used]))
-        self._receive(round_, buffer, group)
-        self._send(round_, staging, group)
-        for copy in self.own:
-            to = _typed(buffer, copy.offset, copy) if self.destinations is None else self._landing(copy)
-            round_.own.append((to, self._values(copy)))
-        return round_
-
-    def _receive(self, round_: _Round, buffer: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        at = 0
-        for message, target in self.incoming:
-            start = message.offset
-            if target is None:
-                if self.destinations is not None:  # the buffer holds nothing but these
-                    start, at = at, at + aligned(message.nbytes)
-                    for copy in message.copies:
-                        values = _typed(buffer, start + copy.offset - message.offset, copy)
-                        round_.unpacks.append((self._landing(copy), values))
-                target = buffer[start : start + message.nbytes]
-            round_.operations.append(dist.P2POp(dist.irecv, target, message.source, group))
-
-    def _send(self, round_: _Round, staging: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        """Messages that cannot be sent straight are packed, each slice once even if several ranks want it."""
-        packed: dict[Any, torch.Tensor] = {}
-        at = 0
-        for message, values in self.outgoing:
-            if values is None:
-                key = _content(message)
-                if key not in packed:
-                    packed[key] = staging[at : at + message.nbytes]
-                    at += aligned(message.nbytes)
-                    for copy in message.copies:
-                        to = _typed(packed[key], copy.offset - message.offset, copy)
-                        round_.packs.append((to, self._values(copy)))
-                values = packed[key]
-            round_.operations.append(dist.P2POp(dist.isend, values, message.destination, group))
-
-    def _values(self, copy: Copy) -> torch.Tensor:
-        """What is copied, in the source."""
-        return region(self.sources[copy.source.key], copy.source)
-
-    def _landing(self, copy: Copy) -> torch.Tensor:
-        """Its place in the destination."""
-        assert self.destinations is not None
-        return region(self.destinations[copy.destination.key], copy.destination)
+def _values(copy: Copy, sources: Tensors) -> torch.Tensor:
+    """What is copied, in the source."""
+    return region(sources[copy.source.key], copy.source)
 
 
-def _whole(message: Message, view: Callable[[Copy], torch.Tensor]) -> torch.Tensor | None:
+def _whole(message: Message, sources: Tensors) -> torch.Tensor | None:
     """The memory of a message that is a single slice which lies contiguous and in its dtype; else None."""
     copy, *others = message.copies
-    values = view(copy)
+    values = _values(copy, sources)
     if others or values.dtype != copy.dtype or not values.is_contiguous():
         return None
     return values.reshape(-1).view(torch.uint8)
@@ -290,19 +216,13 @@ def _content(message: Message) -> Any:
     return tuple((c.source.key, c.source.at, c.dtype, c.offset - message.offset) for c in message.copies)
 
 
-def _places(tensors: Tensors) -> dict[str, Any]:
-    """Where tensors lie: equal if views of one set are views of the other."""
-    return {key: (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for key, t in tensors.items()}
-
-
 def _typed(buffer: torch.Tensor, offset: int, copy: Copy) -> torch.Tensor:
     return buffer[offset : offset + copy.nbytes].view(copy.dtype).view(copy.destination.shape)
 
 
-def _misfit(end: str, tensors: Mapping[str, torch.Tensor], piece: Piece) -> str | None:
-    tensor = tensors.get(piece.key)
+def _misfit(tensor: torch.Tensor | None, piece: Piece) -> str | None:
     if tensor is None:
-        return f"{end} has no buffer {piece.key}, which holds part of {piece.name}"
+        return f"source has no buffer {piece.key}, which holds part of {piece.name}"
     if tensor.dim() != len(piece.at) or any(hi > n for (_, hi), n in zip(piece.at, tensor.shape, strict=False)):
-        return f"{end} buffer {piece.key} has shape {list(tensor.shape)}, too small for its part of {piece.name}"
+        return f"source buffer {piece.key} has shape {list(tensor.shape)}, too small for its part of {piece.name}"
     return None

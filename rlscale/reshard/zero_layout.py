@@ -65,7 +65,7 @@ def zero_layout(model: Layout, fragments: Mapping[int, Iterable[Fragment]]) -> L
         fragments: by rank; elements that belong to no canonical tensor (vocabulary padding) are in no piece.
 
     Raises:
-        ValueError: some element of a tensor is in nobody's fragment.
+        ValueError: an element of a tensor is in no rank's fragment.
     """
     pieces: list[Piece] = []
     for rank, of_rank in sorted(fragments.items()):

@@ -46,7 +46,7 @@ KINDS = ("parameters", "optimizer")  # what can leave the device
 class Batching:
     """How an engine cuts a batch into micro-batches; sizes are per data-parallel rank."""
 
-    max_tokens: int | None = 4096  # model tokens a micro-batch and Ulysses rank; None: cut by max_sequences
+    max_tokens: int | None = 4096  # model tokens per micro-batch and Ulysses rank; None: cut by max_sequences
     max_sequences: int | None = None
     share_prefix: bool = True
     recompute: bool = False
@@ -126,6 +126,13 @@ class Engine:
         if self._partitioned:
             return self._partitioned.weights()
         return {key: parameter.data for key, parameter in self.parameters().items()}
+
+    @property
+    def trained(self) -> ShardedOptimizer:
+        """The optimizer; RuntimeError for a model that was built without one."""
+        if self.optimizer is None:
+            raise RuntimeError(f"{self.role} was built without an optimizer")
+        return self.optimizer
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by their keys in `model_layout`; under ZeRO-3 they are empty between passes."""
@@ -258,10 +265,9 @@ class Engine:
         Raises:
             RuntimeError: on every rank, when ``optim.max_skipped_steps`` steps in a row have been skipped.
         """
-        assert self.optimizer is not None and self.optim is not None, f"{self.role} was built without an optimizer"
-        sequences = self._plan(batch)
+        optimizer, sequences = self.trained, self._plan(batch)
         self.reload()
-        self.optimizer.restore_gradients()
+        optimizer.restore_gradients()
         scale = self._loss_scale(len(sequences))
         self.stage.with_entropy, self.stage.entropy_grad = entropy, entropy_grad
 
@@ -276,12 +282,12 @@ class Engine:
             return loss * (scale + 0 * loss.detach()), {"loss": loss.detach().clone(), **logged}
 
         self.stage.train()
-        rate = learning_rate(self.optim, self.steps, self.total_steps)
+        rate = learning_rate(optimizer.optim, self.steps, self.total_steps)
         records = self._run(sequences, consume, forward_only=False)
-        norm = self.optimizer.step(rate)
+        norm = optimizer.step(rate)
         sums = _add(gather(_add(records if self.is_output_rank else [])))
         if norm is None:
-            self._count_skipped(sums["loss"])
+            self._count_skipped(optimizer.optim.max_skipped_steps, sums["loss"])
             return {"skipped": 1.0, "lr": rate}
         self.steps += 1
         self.skipped_in_a_row = 0
@@ -289,15 +295,13 @@ class Engine:
 
     def state(self) -> dict[str, tuple[Layout, dict[str, Tensor]]]:
         """fp32 masters and moments, as `ShardedOptimizer.states` describes them: live buffers, on the device."""
-        assert self.optimizer is not None, f"{self.role} was built without an optimizer"
         self.reload()
-        return self.optimizer.states()
+        return self.trained.states()
 
     def counters(self) -> dict[str, int]:
         """What belongs to `state` and is no tensor."""
-        assert self.optimizer is not None, f"{self.role} was built without an optimizer"
-        step = self.optimizer.adam_step
-        return {"steps": self.steps, "adam_step": step, "skipped_in_a_row": self.skipped_in_a_row}
+        adam_step = self.trained.adam_step
+        return {"steps": self.steps, "adam_step": adam_step, "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state(self, read: Callable[[str, Layout, dict[str, Tensor]], object], counters: Mapping[str, int]) -> None:
         """Continue from a saved state: ``read(name, layout, buffers)`` fills the buffers of each part of `state`, by
@@ -305,10 +309,9 @@ class Engine:
         """
         for name, (layout, buffers) in self.state().items():
             read(name, layout, buffers)
-        assert self.optimizer is not None
-        self.optimizer.adam_step = counters["adam_step"]
+        self.trained.adam_step = counters["adam_step"]
         self.steps, self.skipped_in_a_row = counters["steps"], counters["skipped_in_a_row"]
-        self.optimizer.follow_masters()
+        self.trained.follow_masters()
 
     def offload(self, *kinds: str) -> None:
         """Move some of `KINDS` (default: all) to the host: working parameters; fp32 masters and moments.
@@ -343,15 +346,14 @@ class Engine:
         known = {storage._cdata for storage in storages(working)}
         return [t for t in self.optimizer.state_tensors() if t.untyped_storage()._cdata not in known]
 
-    def _count_skipped(self, loss: float) -> None:
-        assert self.optim is not None
+    def _count_skipped(self, limit: int, loss: float) -> None:
         self.skipped_in_a_row += 1
-        if self.skipped_in_a_row >= self.optim.max_skipped_steps:
+        if self.skipped_in_a_row >= limit:
             raise RuntimeError(
                 f"{self.role}: {self.skipped_in_a_row} optimizer step(s) in a row were skipped because the loss or the "
-                f"gradient norm was not finite (last loss {loss:g}, after {self.steps} good steps), the limit that "
-                f"{self.role}.optim.max_skipped_steps sets; a smaller learning rate or grad_clip may help, and NaN in "
-                "rewards or log-probs shows in rollouts/"
+                f"gradient norm was not finite (last loss {loss:g}, after {self.steps} successful steps), the limit "
+                f"that {self.role}.optim.max_skipped_steps sets; a smaller learning rate or grad_clip may help, and "
+                "NaN in rewards or log-probs shows in rollouts/"
             )
 
     def _loss_scale(self, micro_batches: int) -> int:

@@ -105,7 +105,8 @@ class ShardedOptimizer:
         zero_stage: int,
     ):
         self.role, self.stage, self.mesh, self.parameters, self.whole = role, stage, stage.mesh, parameters, layout
-        self.config, self.zero_stage = deepspeed_config(zero_stage, optim, dtype), zero_stage
+        self.optim, self.zero_stage = optim, zero_stage
+        self.config = deepspeed_config(zero_stage, optim, dtype)
         self.deepspeed: Any = None  # its engine, from `initialize` on
         if self.partitions_weights:
             import deepspeed
@@ -322,7 +323,12 @@ class ShardedOptimizer:
         """The fragments that this rank holds of its parameters, in the order of the model."""
         flats = self.masters()
         if self.partitions_weights:
-            yield from self._stage3_parts(flats)
+            keys = {id(parameter): key for key, parameter in self.parameters.items()}
+            for flat, group in zip(flats, self._zero.fp16_groups, strict=True):
+                offset = 0
+                for parameter in group:
+                    yield Part(_stage3_fragment(keys[id(parameter)], parameter), flat, offset)
+                    offset += parameter.partition_numel()
             return
         for key, parameter in self.parameters.items():
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -331,14 +337,6 @@ class ShardedOptimizer:
             local = mapping.lp_fragment_address
             fragment = Fragment(key, tuple(parameter.shape), local.start, local.start + local.numel)
             yield Part(fragment, flats[mapping.param_group_index], mapping.hp_fragment_address.start)
-
-    def _stage3_parts(self, flats: list[Tensor]) -> Iterator[Part]:
-        keys = {id(parameter): key for key, parameter in self.parameters.items()}
-        for flat, group in zip(flats, self._zero.fp16_groups, strict=True):
-            offset = 0
-            for parameter in group:
-                yield Part(_stage3_fragment(keys[id(parameter)], parameter), flat, offset)
-                offset += parameter.partition_numel()
 
 
 def _stage3_fragment(key: str, parameter: Any) -> Fragment:

@@ -79,15 +79,16 @@ class Case:
         return torch.repeat_interleave(chosen, self.cu.diff())
 
     def weights(self, mask: Tensor, mode: str | None = None, counts: bool = True) -> Tensor:
-        p = self.params
-        return loss_weights(
-            mask,
-            self.cu,
-            mode or p.get("loss_agg_mode", "token-mean"),
-            scale_factor=p.get("loss_scale_factor") or self.width,
-            num_tokens=p.get("batch_num_tokens") if counts else None,
-            num_sequences=p.get("global_batch_size") if counts else None,
-        )
+        """``counts``: the case is a part of a mini-batch, whose counts its parameters give."""
+        p, mode = self.params, mode or self.params.get("loss_agg_mode", "token-mean")
+        weights = loss_weights(mask.double(), self.cu, mode, scale_factor=p.get("loss_scale_factor") or self.width)
+        per_row = torch.stack([(part > 0).sum() for part in mask.split(self.widths)])
+        here, whole = int((per_row > 0).sum()), p.get("global_batch_size")
+        if mode == "token-mean":
+            here, whole = int(per_row.sum()), p.get("batch_num_tokens")
+        if counts and whole is not None and mode != "token-sum":
+            weights *= here / whole
+        return weights.to(torch.promote_types(mask.dtype, torch.float32))
 
 
 def number(x: Any) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlscale.checkpoint import shards as module
 from rlscale.checkpoint.shards import LAYOUT, Shards, collect, file_of, share_out, snapshot, write_tensors
-from rlscale.checkpoint.store import Damaged, Store, checksum_of, write_json
+from rlscale.checkpoint.store import Damaged, Store, checksum_of, read_manifest, write_json
 from rlscale.cluster.mesh import ParallelDims
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard.layout import Layout, Piece, volume, whole
@@ -74,7 +74,8 @@ def saved(folder: Path, states: dict[str, tuple[Layout, dict[str, Tensor]]]) -> 
         tensors, described = collect(held, rank)
         files[file_of(rank)] = write_tensors(partial / file_of(rank), tensors)
         files[LAYOUT] = write_json(partial / LAYOUT, described)
-    return Shards(store.publish(1, files, {}))
+    store.publish(1, files, {})
+    return Shards(read_manifest(store.path(1)))
 
 
 @pytest.mark.parametrize("name", DIMS)

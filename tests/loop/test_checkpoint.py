@@ -97,7 +97,8 @@ def test_random_states_come_back_through_json() -> None:
 def make(root: Path, step: int) -> Path:
     store = Store(root)
     files = {"run.json": write_json(store.begin(step) / "run.json", {"config": to_dict(Config()), "step": step})}
-    return store.publish(step, files, {}).path
+    store.publish(step, files, {})
+    return store.path(step)
 
 
 def what_is_found(run_dir: str, **trainer: Any) -> tuple[int, list[str]] | str | None:

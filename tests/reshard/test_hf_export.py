@@ -265,6 +265,6 @@ def test_an_export_replaces_nothing_but_an_export(what: str, tmp_path: Path) -> 
     spec = ModelSpec.from_hf(str(folder))
     layout = hf_layout(hf_shapes(spec))
     sources = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
-    with pytest.raises(ValueError, match="is no exported model"):
+    with pytest.raises(ValueError, match="is not an exported model"):
         export_hf(out, layout, sources, reference_folder=folder, dtype=torch.float32)
     assert sorted(path.name for path in tmp_path.rglob("*")) == before

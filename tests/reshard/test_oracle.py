@@ -22,9 +22,9 @@ from rlscale.reshard.canonical import hf_layout, hf_shapes
 from rlscale.reshard.layout import Layout
 from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.plan import Plan, plan
-from rlscale.reshard.transport import Transfer
 from rlscale.reshard.vllm import layers_of_stage, vllm_layout
 from rlscale.testing.models import make_spec
+from rlscale.testing.transfers import buffered, deliver
 from tests import worlds
 from tests.reshard import models
 from tests.reshard.models import Tensors, assert_equal, blank, canonical, dims, megatron_shards, simulate, specs
@@ -178,7 +178,7 @@ def carried_out(cases: list[tuple[ModelSpec, End, End, torch.dtype, int | None]]
         whole = {name: value.to(dtype) for name, value in hf.items()}
         expected = destination.shards(spec, rank, whole) if rank in destination.ranks else {}
         got = blank(expected)
-        Transfer(made).into(mine, got)
+        deliver(buffered(made, rank), mine, got)
         assert_equal(got, expected)
     return len(cases)
 

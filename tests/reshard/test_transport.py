@@ -17,6 +17,7 @@ from rlscale.reshard.megatron import megatron_layout
 from rlscale.reshard.plan import DIRECT_BYTES, plan
 from rlscale.reshard.transport import Transfer, region
 from rlscale.testing.models import make_spec
+from rlscale.testing.transfers import buffered, deliver, temporary_bytes
 from tests import worlds
 from tests.reshard.models import assert_equal, blank, canonical, megatron_shards, vllm_layout, vllm_shards
 
@@ -71,7 +72,7 @@ def into(spec: ModelSpec, source: ParallelDims, destination: ParallelDims, dtype
     made = plan(megatron_layout(spec, source), megatron_layout(spec, destination), dtype=dtype, bucket_bytes=bucket)
     expected = megatron_shards(spec, destination, rank, {name: value.to(dtype) for name, value in hf.items()})
     got = blank(expected)
-    Transfer(made).into(megatron_shards(spec, source, rank, hf), got)
+    deliver(buffered(made, rank), megatron_shards(spec, source, rank, hf), got)
     assert_equal(got, expected)
     return max(copy.nbytes for rank in range(4) for copies in made.incoming(rank) for copy in copies)
 
@@ -95,7 +96,7 @@ def reused(spec: ModelSpec, held: torch.dtype, dtype: torch.dtype, bucket: int) 
     """One transfer, run again: with new values in the same tensors, with other tensors, with what is wrong."""
     rank, hf = dist.get_rank(), canonical(spec, held)
     made = plan(megatron_layout(spec, TP2_PP2), vllm_layout(spec, 1, 4), dtype=dtype, bucket_bytes=bucket)
-    transfer = Transfer(made)
+    transfer = buffered(made, rank)
     got = blank(vllm_shards(spec, 1, rank, {name: value.to(dtype) for name, value in hf.items()}))
     shards = megatron_shards(spec, TP2_PP2, rank, hf)
     for turn in range(4):
@@ -111,15 +112,15 @@ def reused(spec: ModelSpec, held: torch.dtype, dtype: torch.dtype, bucket: int) 
             for key, value in megatron_shards(spec, TP2_PP2, rank, hf).items():
                 shards[key].copy_(value)
         rounds = transfer.rounds
-        transfer.into(shards, got)
+        deliver(transfer, shards, got)
         assert_equal(got, expected)
-        assert (transfer.rounds is rounds) == (turn == 1), "views are made again only for other tensors"
+        assert (transfer.rounds is rounds) == (turn in (1, 3)), "views are made again only for other tensors"
     lost = {key: value for key, value in shards.items() if rank != 1 or "fc2" not in key}
     with pytest.raises(ValueError, match="linear_fc2.weight" if rank == 1 else "an error on another rank"):
-        transfer.into(lost, got)
-    transfer.into(shards, got)
+        deliver(transfer, lost, got)
+    deliver(transfer, shards, got)
     assert_equal(got, expected)
-    return transfer.temporary_bytes, len(transfer.rounds)
+    return temporary_bytes(transfer), len(transfer.rounds)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def apart(dtype: torch.dtype) -> list[int]:
     trains = rank < 2
     expected = {} if trains else vllm_shards(LARGE, 2, rank - 2, {name: value.to(dtype) for name, value in hf.items()})
     got = blank(expected)
-    Transfer(made).into(megatron_shards(LARGE, ParallelDims(tp=2), rank, hf) if trains else {}, got)
+    deliver(buffered(made, rank), megatron_shards(LARGE, ParallelDims(tp=2), rank, hf) if trains else {}, got)
     assert_equal(got, expected)
     return [made.received.get(rank, 0), made.sent.get(rank, 0)]
 
@@ -162,7 +163,7 @@ def test_with_two_buffers_the_next_round_is_on_its_way_while_the_caller_works(bu
     hf = canonical(LARGE)
     made = plan(megatron_layout(LARGE, ParallelDims()), vllm_layout(LARGE, 1, 1), dtype=torch.float32,
                 bucket_bytes=2**20)  # fmt: skip
-    transfer = Transfer(made, buffers=[torch.empty(made.buffer_bytes(0), dtype=torch.uint8) for _ in range(buffers)])
+    transfer = buffered(made, 0, buffers)
     posted, post = [], transfer._post
     transfer._post = lambda number: (posted.append(number), post(number))[1]  # type: ignore[method-assign]
     for bucket in transfer.buckets(megatron_shards(LARGE, ParallelDims(), 0, hf)):
@@ -179,7 +180,7 @@ def mixed() -> None:
     made = plan(hf_layout(want.shapes, rank=2), want, dtype=dtypes, bucket_bytes=601)
     expected = vllm_shards(SMALL, 2, rank, {name: value.to(dtypes[name]) for name, value in hf.items()})
     got = blank(expected)
-    Transfer(made).into(hf if rank == 2 else {}, got)
+    deliver(buffered(made, rank), hf if rank == 2 else {}, got)
     assert_equal(got, expected)
 
 
@@ -197,7 +198,7 @@ def stacked() -> None:
     wanted = [Piece(p.name, (p.rank + 1) % 4, p.index, p.name, p.index) for p in pieces]
     got = {p.name: torch.empty(4, 3) for p in wanted if p.rank == rank}
     made = plan(Layout(shapes, pieces), Layout(shapes, wanted), dtype=torch.float32)
-    Transfer(made).into({"stack": stack}, got)
+    deliver(buffered(made, rank), {"stack": stack}, got)
     for e in range(2):
         before = (rank - 1) % 4
         assert torch.equal(got[f"expert.{before}.{e}"], torch.arange(24.0).reshape(2, 4, 3)[e] + 100 * before)
@@ -248,5 +249,5 @@ def test_without_a_process_group() -> None:
     expected = vllm_shards(LARGE, 1, 0, hf)
     got = blank(expected)
     made = plan(megatron_layout(LARGE, ParallelDims()), vllm_layout(LARGE, 1, 1), dtype=torch.float32)
-    Transfer(made).into(megatron_shards(LARGE, ParallelDims(), 0, hf), got)
+    deliver(buffered(made, 0), megatron_shards(LARGE, ParallelDims(), 0, hf), got)
     assert_equal(got, expected)

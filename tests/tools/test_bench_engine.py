@@ -25,7 +25,7 @@ def test_layouts_by_name() -> None:
     )
     assert parse("ulysses4") == (4, {"ulysses_sequence_parallel_size": 4})
     for wrong in ("tp0", "cp2", "dp2tp2", ""):
-        with pytest.raises(ValueError, match="is none of"):
+        with pytest.raises(ValueError, match="is not one of"):
             parse(wrong)
 
 

@@ -109,7 +109,8 @@ def test_states_of_bf16_weights_are_fp32_and_near(name: str) -> None:
 def hand_over(folder: str, before: dict[str, Any], after: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Two updates under one layout, then its states in a fresh engine of another one, which makes the third."""
     from rlscale.reshard.plan import plan
-    from rlscale.reshard.transport import Transfer, region
+    from rlscale.reshard.transport import region
+    from rlscale.testing.transfers import buffered, deliver
 
     batch = random_batch()
     old = make_engine(folder, before, dtype)
@@ -120,7 +121,8 @@ def hand_over(folder: str, before: dict[str, Any], after: dict[str, Any], dtype:
     source = old.state()
 
     def read(name: str, layout: Any, tensors: dict[str, Tensor]) -> None:
-        Transfer(plan(source[name][0], layout, dtype=torch.float32)).into(source[name][1], tensors)
+        made = plan(source[name][0], layout, dtype=torch.float32)
+        deliver(buffered(made, new.device.rank), source[name][1], tensors)
 
     new.load_state(read, old.counters())
     same = torch.equal(new.logprobs(batch)[0], old.logprobs(batch)[0])

@@ -36,7 +36,7 @@ class Case:
     role: str = "actor"
     recompute: bool = False
     share_prefix: bool = True
-    budget: int = 48  # tokens a micro-batch; the Ulysses ranks share it
+    budget: int = 48  # tokens per micro-batch; the Ulysses ranks share it
     groups: int = 6  # prompts
     order: int = 0  # seed of the order of the documents; 0: as drawn
     dtype: str = "float32"

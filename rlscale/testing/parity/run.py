@@ -155,7 +155,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("ulysses", "Ulysses sequence-parallel size"),
         ("ep", "expert-parallel size: 1, or the tensor-parallel size"),
         ("kv", "key-value heads, of 8 heads"),
-        ("budget", "tokens a micro-batch, which Ulysses ranks share"),
+        ("budget", "tokens per micro-batch, which Ulysses ranks share"),
         ("groups", "prompts of the batch, 1 to 6"),
         ("order", "seed of another order of the documents"),
     ):
