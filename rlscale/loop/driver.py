@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,25 +19,33 @@ from rlscale.reshard.hf_export import export_hf
 from rlscale.rollout.backend import Backend
 
 
-def train(checked: Checked, device: Device, started: float, engine: Backend | None = None) -> str | None:
+def train(
+    checked: Checked, device: Device, started: float, engine: Backend | None = None,
+    watching: Callable[[], None] = lambda: None,
+) -> str | None:  # fmt: skip
     """Run the configured task to its end, or until it is asked to stop: then the state reached is saved, and the
     reason is returned. Collective over the world; errors end the process with a message.
 
     Args:
         started: `time.monotonic` when the program began.
         engine: this leader's engine, where its start has begun.
+        watching: called when the run takes signals itself.
     """
     task = load(checked.cfg.task)
     run = build(checked, task, device, started, engine)
     run.watch.start()
+    watching()
     try:
         return Driver(run, task).run_until_stopped()
     except Exception as error:
         first = run.watch.failed(error)
-        if first is None:
+        if first is None or isinstance(error, ValueError):  # what is wrong with the user's input, all ranks find alike
             raise
         what = str(error).partition("\n")[0]  # the launcher ends compilers too, and their output would hide the cause
-        raise RuntimeError(f"rank {first} has failed; then this rank with {type(error).__name__}: {what}") from error
+        follows = RuntimeError(f"rank {first} has failed; then this rank with {type(error).__name__}: {what}")
+        for note in getattr(error, "__notes__", []):
+            follows.add_note(note)
+        raise follows from error
     finally:
         run.close()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DESCRIPTION = "Start a run: deepspeed launchers/train.py --yaml FILE [section.key=value ...] [--dry-run]."
-NOT_STARTED = "ended by a signal before the first step; nothing was changed"
+NOT_STARTED = "stopped by a signal before the first step; nothing was changed"
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 STOPPED = 75  # asked to stop, state saved: start it again (EX_TEMPFAIL of sysexits.h)
 
@@ -53,13 +53,12 @@ def main(argv: list[str]) -> int:
             print(describe(checked, world))
         return 0
     from rlscale.cluster.device import init_distributed, prepare_process
-    from rlscale.cluster.process import end_after_signal, follow_launcher
+    from rlscale.cluster.process import guard_start
     from rlscale.config.schema import TASKS
 
-    follow_launcher()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run watches for them itself
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    end_after_signal(f"error: rank {rank}: {NOT_STARTED}")
+    end_guard = guard_start(f"error: rank {rank}: {NOT_STARTED}")
     engine = None
     try:
         trainer = checked.cfg.trainer
@@ -71,7 +70,7 @@ def main(argv: list[str]) -> int:
         device = init_distributed(checked.kind, trainer.collective_timeout_s, trainer.deterministic)
         from rlscale.loop.driver import train
 
-        stopped = train(checked, device, started, engine)
+        stopped = train(checked, device, started, engine, end_guard)
     except ValueError as error:  # the user's data or model, named by the message
         return fail(str(error), rank, USAGE_ERROR)
     except KeyboardInterrupt:

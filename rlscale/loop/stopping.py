@@ -79,13 +79,12 @@ class Watch:
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         # a handler of Python's own must exist for the number to be written to the pipe; it has nothing to do
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        process.on_launcher_end = lambda: self.request("the launcher has ended", 128 + signal.SIGTERM)
+        process.follow_launcher(self._launcher_ended)
         threading.Thread(target=self._follow, daemon=True, name="watch").start()
 
     def close(self) -> None:
         """Back to the signals' former handlers; a run that has saved its state needs none any more."""
         self._closed.set()
-        process.on_launcher_end = process.leave
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_IGN if self._state_saved else handler)
         if self._pipe[0] >= 0:
@@ -159,7 +158,13 @@ class Watch:
             lines.append(f"  rank {rank}: {text}")
         return "\n".join(lines)
 
-    # ---- the thread
+    # ---- the threads
+
+    def _launcher_ended(self) -> None:
+        if self._closed.is_set():
+            process.exit_with_launcher()
+        process.say(process.LAUNCHER_EXITED)
+        self.request("the launcher has exited", 128 + signal.SIGTERM)
 
     def _follow(self) -> None:
         while not self._closed.is_set():

@@ -35,5 +35,5 @@ def test_a_signal_while_engines_start_leaves_nothing_behind(tmp_path: Path, mome
         os.kill(ranks[0], signal.SIGTERM)
         ended = program.wait(limit=30)
     assert ended.status not in (0, 75) and not ended.left, ended.output
-    assert "error: rank 1: ended by a signal before the first step" in ended.output
+    assert "error: rank 1: stopped by a signal before the first step" in ended.output
     assert "Traceback" not in ended.output
