@@ -91,5 +91,7 @@ def environment(cfg: Config, device: Device) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(saved)
+        # not what stays the same: another thread may be reading it
+        for name in os.environ.keys() - saved.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in saved.items() if os.environ.get(name) != value})
