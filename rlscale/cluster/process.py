@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -47,6 +47,11 @@ def say(text: str) -> None:
     """Print a line on standard error; a reader that has ended (``| tee``) is no reason for the run to fail."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
+
+
+def shorten(names: Sequence[str]) -> str:
+    """The first five of some names, for a message."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def free_port() -> int:

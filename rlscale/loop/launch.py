@@ -59,18 +59,18 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run watches for them itself
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     end_guard = guard_start(f"error: rank {rank}: {NOT_STARTED}")
-    engine = None
+    backend = None
     try:
         trainer = checked.cfg.trainer
         prepare_process(checked.kind)
         if TASKS[checked.cfg.task].generates:
-            from rlscale.rollout.vllm.client import start_early
+            from rlscale.rollout.program import start_early
 
-            engine = start_early(checked.cfg, checked.kind)
+            backend = start_early(checked.cfg, checked.kind)
         device = init_distributed(checked.kind, trainer.collective_timeout_s, trainer.deterministic)
         from rlscale.loop.driver import train
 
-        stopped = train(checked, device, started, engine, end_guard)
+        stopped = train(checked, device, started, backend, end_guard)
     except ValueError as error:  # the user's data or model, named by the message
         return fail(str(error), rank, USAGE_ERROR)
     except KeyboardInterrupt:
@@ -87,8 +87,8 @@ def main(argv: list[str]) -> int:
         text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         return fail(text, rank, RUN_ERROR, every_rank=True)
     finally:
-        if engine is not None:
-            engine.close()
+        if backend is not None:
+            backend.close()
     return 0 if stopped is None else STOPPED
 
 
@@ -109,8 +109,8 @@ def raised_here(error: Exception) -> bool:
 def fail(message: str, rank: int, code: int, every_rank: bool = False) -> int:
     """Print what ended the run and return the exit code.
 
-    The launcher ends all ranks as soon as one has failed. An error that all ranks have found alike is told by the first
-    rank, and the others give it the time to.
+    The launcher ends all ranks as soon as one has failed. An error that all ranks found is printed by rank 0; the
+    others wait so that its message appears first.
     """
     from rlscale.cluster.process import say
 

@@ -28,8 +28,6 @@ class Run:
         resumed: it continues from a checkpoint.
         val: the task's held-out data, if it has any.
         models: the task's, by role.
-        engines: of a task that generates.
-        pool: of such a task, on rollout leaders.
         open_parts: closes what has processes, files or a display.
     """
 
@@ -41,18 +39,11 @@ class Run:
     state: RunState
     val: Any
     models: dict[str, Engine]
-    engines: Rollout | None
-    pool: RewardPool | None
     writer: RunWriter
     progress: Progress
     checkpoints: CheckpointManager
     watch: Watch
     open_parts: contextlib.ExitStack
-
-    @property
-    def rollout(self) -> Rollout:
-        assert self.engines is not None, "the task does not generate"
-        return self.engines
 
     @property
     def actor(self) -> Engine:
@@ -72,30 +63,36 @@ class Run:
         self.watch.phase(f"{name} of step {step}")
 
     @contextlib.contextmanager
-    def generating(self) -> Iterator[None]:
-        """vLLM has the device: the models leave it before, the engines sleep after."""
-        self._release_device()  # also what saving has brought back to the device
+    def using(self, *models: Engine) -> Iterator[None]:
+        """These models have the device: they leave it after."""
         yield
-        self.rollout.sleep()
-
-    @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """The trainer has the device: the models leave it after."""
-        yield
-        self._release_device()
-
-    def sync(self) -> dict[str, float]:
-        """Give the actor's weights to the engines, which wake; its optimizer state leaves the device first."""
-        self.actor.release_device(parameters=False)
-        return self.rollout.sync(self.actor.layout, self.actor.tensors())
-
-    def _release_device(self) -> None:
-        for engine in self.models.values():
-            engine.release_device()
+        for model in models:
+            model.release_device()
 
     def close(self) -> None:
         """End engine and scorer processes and flush the writers; safe after an error on any rank."""
         self.open_parts.close()  # each part is closed, also where closing another fails
+
+
+@dataclass
+class GeneratingRun(Run):
+    """The run of a task that generates. ``pool``: on rollout leaders."""
+
+    rollout: Rollout
+    pool: RewardPool | None
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """vLLM has the device: the models leave it before, the engines sleep after."""
+        for model in self.models.values():
+            model.release_device()  # also what saving has brought back to the device
+        yield
+        self.rollout.sleep()
+
+    def sync(self) -> dict[str, float]:
+        """Give the actor's weights to the engines, which wake; its optimizer state leaves the device first."""
+        self.actor.release_device(parameters=False)
+        return self.rollout.sync(lambda: (self.actor.layout, self.actor.tensors()))
 
 
 def trained(models: dict[str, Engine]) -> dict[str, Engine]:

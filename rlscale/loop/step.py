@@ -18,14 +18,15 @@ from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import Config
 from rlscale.loop import report
 from rlscale.loop.exchange import sample
-from rlscale.loop.objectives import actor_loss, contributing_samples, critic_loss, current_logprobs
-from rlscale.loop.run import Run
+from rlscale.loop.objectives import actor_loss, contributing_samples, critic_loss, current_logprobs, need
+from rlscale.loop.run import GeneratingRun, Run
 from rlscale.loop.schedule import due, optimizer_steps, update_sizes
 from rlscale.observe.timers import Timers
 from rlscale.rollout.sampling import Sampling
+from rlscale.train.engine import Engine
 
 
-def train_step(run: Run, step: int) -> dict[str, float]:
+def train_step(run: GeneratingRun, step: int) -> dict[str, float]:
     """One step: sample, score, estimate advantages, update, hand the new weights to the engines.
 
     Raises:
@@ -36,7 +37,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         prompts = run.state.data.peek()
         with timers("gen"), run.generating():
             trajectories = sample(run, prompts, train_sampling(cfg, step))
-        with run.training():
+        with run.using(*run.models.values()):
             batch = pack(trajectories)
             check_scores(trajectories, step)
             metrics = _log_probs(run, batch, step, timers)
@@ -47,9 +48,8 @@ def train_step(run: Run, step: int) -> dict[str, float]:
             with timers("adv"):
                 metrics |= advantages(run, batch)
             if run.critic is not None:
-                with timers("update_critic"):
-                    metrics |= update_critic(run, batch, step)
-                    run.critic.release_device()
+                with timers("update_critic"), run.using(run.critic):
+                    metrics |= update_critic(run, run.critic, batch, step)
             trained = step > cfg.trainer.critic_warmup
             if trained:
                 with timers("update_actor"):
@@ -97,8 +97,8 @@ def compare_logprobs(cfg: Config, batch: PackedBatch, trainer: torch.Tensor, ste
     Raises:
         RuntimeError: its mean is above rollout.logprob_check_bound.
     """
-    assert batch.rollout_logprobs is not None
-    diff = (trainer - batch.rollout_logprobs).abs()[batch.mask != 0]
+    [engine] = need(batch, "rollout_logprobs")
+    diff = (trainer - engine).abs()[batch.mask != 0]
     mean, worst = float(diff.mean()), float(diff.max())
     bound = cfg.rollout.logprob_check_bound
     if not mean <= bound:
@@ -127,9 +127,8 @@ def _log_probs(run: Run, batch: PackedBatch, step: int, timers: Timers) -> dict[
             metrics = compare_logprobs(cfg, batch, current, step)
         batch.old_logprobs = current if needed else None
     if run.reference is not None:
-        with timers("ref"):
+        with timers("ref"), run.using(run.reference):
             batch.ref_logprobs, _ = run.reference.logprobs(batch)
-            run.reference.release_device()
     return metrics
 
 
@@ -139,13 +138,11 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     metrics: dict[str, float] = {}
     batch.token_rewards = place_rewards(batch.rewards, batch.mask, batch.cu_seqlens)
     if algo.use_kl_in_reward:
-        assert batch.old_logprobs is not None and batch.ref_logprobs is not None
         controller = cast(FixedKL, run.state.parts["kl_controller"])
         coef = controller.coef
         batch.token_rewards, mean_kl = kl_in_reward(
             batch.token_rewards,
-            batch.old_logprobs,
-            batch.ref_logprobs,
+            *need(batch, "old_logprobs", "ref_logprobs"),
             batch.mask,
             batch.cu_seqlens,
             kind=algo.kl_penalty,
@@ -194,9 +191,8 @@ def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     return report.actor_metrics(records)
 
 
-def update_critic(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
+def update_critic(run: Run, critic: Engine, batch: PackedBatch, step: int) -> dict[str, float]:
     """Optimizer steps of the value model over its mini-batches."""
-    assert run.critic is not None
     minis = _mini_batches(run, batch, step, "critic", float(run.cfg.data.max_response_length))
-    records = [run.critic.update(mini, critic_loss(run.cfg.critic)) for mini in minis]
+    records = [critic.update(mini, critic_loss(run.cfg.critic)) for mini in minis]
     return report.critic_metrics(records, batch)

@@ -54,6 +54,6 @@ class Task:
     state: Callable[[Config], dict[str, Stateful]] = lambda cfg: {}
 
 
-def load(name: str) -> Task:
+def load_task(name: str) -> Task:
     """The task of a name in `TASKS`; imports what its step needs."""
     return cast(Task, importlib.import_module(TASKS[name].module).TASK)

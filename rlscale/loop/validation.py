@@ -9,11 +9,11 @@ from rlscale.algo.pass_at_k import best_at_k, majority_score
 from rlscale.batch.types import Trajectory
 from rlscale.loop import report
 from rlscale.loop.exchange import sample
-from rlscale.loop.run import Run
+from rlscale.loop.run import GeneratingRun
 from rlscale.rollout.sampling import Sampling
 
 
-def validate(run: Run, step: int) -> dict[str, float]:
+def validate(run: GeneratingRun, step: int) -> dict[str, float]:
     """Sample and score the held-out prompts: mean, best and majority by data source."""
     cfg, started = run.cfg, time.time()
     r = cfg.rollout

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from rlscale.cluster.device import Device, launched_as
+from rlscale.cluster.device import Device
 from rlscale.config.schema import Config
 from rlscale.rollout.backend import Output
 from rlscale.rollout.ranks import RPC_TIMEOUT_S
@@ -154,7 +154,7 @@ class VllmBackend:
             self.llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
     async def _warm_up(self) -> None:
-        """What fails only when tokens are generated (an unsupported head size) shall fail now."""
+        """Generate two tokens, so that an error that only generation shows appears at start-up."""
         await self.generate("warm-up", [0, 0, 0], Sampling(n=1, max_tokens=2))
         await self.llm.reset_prefix_cache()
         await self.llm.collective_rpc("rlscale_unlink_shared_memory")
@@ -317,13 +317,3 @@ class VllmBackend:
             with contextlib.suppress(OSError):
                 return last_error(self.log.read_text(errors="replace")) or text
         return text
-
-
-def start_early(cfg: Config, kind: str) -> VllmBackend | None:
-    """Begin to start this rank's engine before it joins the others, where that saves time: on CPU, on leaders."""
-    device = launched_as(kind)
-    if kind != "cpu" or device.rank % cfg.rollout.tensor_model_parallel_size:
-        return None
-    backend = VllmBackend(cfg, device)
-    backend.begin_start()
-    return backend
