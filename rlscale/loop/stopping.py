@@ -32,7 +32,7 @@ ECHO_S = 1.5  # the same signal within this time is the same request
 POLL_S = 0.5
 LIMIT = "trainer.max_time"
 _instances = itertools.count()  # alike on all ranks, as construction is collective
-FIRST_WORD_S = 8.0  # for a failed rank to print its message (up to 5 s later) before the others end
+FIRST_WORD_S = 8.0  # time for a failed rank to print its message (up to 5 s later) before the other ranks exit
 STALLED = re.compile(r"[Tt]imed? ?out|wait timeout")
 
 
@@ -144,7 +144,7 @@ class Watch:
         return None
 
     def report(self) -> str:
-        """What every rank was doing and for how long, one a line: for the message about a stalled collective."""
+        """What every rank was doing and for how long, one per line: for the message about a stalled collective."""
         lines = []
         for rank in range(self.world):
             try:
@@ -152,7 +152,7 @@ class Watch:
                 known = self._phase if rank == self.rank else None
                 if known is None and self.store.check([key]):
                     known = json.loads(self.store.get(key))
-                text = f"in {known[0]} since {time.time() - known[1]:.0f} s" if known else "unknown"
+                text = f"in {known[0]} for {time.time() - known[1]:.0f} s" if known else "unknown"
             except Exception:
                 text = "unknown (the store of rank 0 is gone)"
             lines.append(f"  rank {rank}: {text}")
@@ -177,18 +177,19 @@ class Watch:
                     self._look()
             limit = self.max_time_s
             if self.rank == 0 and limit is not None and time.monotonic() - self.since > limit:
-                self.request(f"{LIMIT} of {limit:g} s is over")
+                self.request(f"{LIMIT} of {limit:g} s has elapsed")
             with contextlib.suppress(Exception):
                 self._leave_the_failed()
             if self._deadline is not None and time.monotonic() > self._deadline[0]:
-                self._end(f"not done {self.grace_s:g} s after the request to stop", self._deadline[1])
+                late = f"has not finished {self.grace_s:g} s after the stop request (trainer.stop_grace_s)"
+                self._end(late, self._deadline[1])
 
     def _take(self, number: int) -> None:
         now = time.monotonic()
         first = self._first.setdefault(number, now)
         name, code = signal.Signals(number).name, 128 + number
         if now - first > ECHO_S and not self._state_saved:
-            self._end(f"{name} again", code)
+            self._end(f"received {name} a second time", code)
         self.request(f"{name} on rank {self.rank}", code)
 
     def _look(self) -> None:
@@ -208,5 +209,5 @@ class Watch:
     def _end(self, why: str, code: int) -> None:
         if self._closed.is_set():
             return
-        process.say(f"error: rank {self.rank}: {why}; this rank ends, the last checkpoint stands")
+        process.say(f"error: rank {self.rank}: {why}; this rank exits; the last checkpoint stays valid")
         os._exit(code)

@@ -21,7 +21,7 @@ def test_a_stalled_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     ended = launch(tmp_path / "run", arranged, environment=fault, limit=120)
     assert ended.status not in (0, 75) and not ended.left, ended.output
     assert "what the ranks are doing" in ended.output
-    assert "rank 1: in update_actor of step 2 since" in ended.output
+    assert "rank 1: in update_actor of step 2 for" in ended.output
 
 
 @pytest.mark.parametrize("moment", [0.5, 4.0])  # before and after the engine is a process of its own, without load

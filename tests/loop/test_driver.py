@@ -19,11 +19,11 @@ TASK: Any = None  # these tests take no step
 @pytest.mark.parametrize(
     "reason, steps, saved, said",
     [
-        ("SIGTERM on rank 1", 1, True, "the same command with trainer.resume_mode=auto goes on"),
+        ("SIGTERM on rank 1", 1, True, "resume with the same command and trainer.resume_mode=auto"),
         ("SIGTERM on rank 1", 0, False, "nothing is saved (no step was finished)"),
         ("SIGTERM on rank 1", 1, False, "nothing is saved (trainer.save_freq -1)"),
-        ("trainer.max_time of 5 s is over", 1, True, "the same command with trainer.resume_mode=auto goes on"),
-        ("trainer.max_time of 5 s is over", 0, True, None),  # started again and again, it would never get anywhere
+        ("trainer.max_time of 5 s has elapsed", 1, True, "resume with the same command and trainer.resume_mode=auto"),
+        ("trainer.max_time of 5 s has elapsed", 0, True, None),  # a limit this short never lets a step finish
     ],
 )
 def test_how_a_stop_ends(
@@ -45,7 +45,7 @@ def test_how_a_stop_ends(
 
     monkeypatch.setattr(Driver, "steps", stop)
     if said is None:
-        with pytest.raises(RuntimeError, match="max_time of 5 s is over before a step was finished"):
+        with pytest.raises(RuntimeError, match="max_time of 5 s has elapsed before a step was finished"):
             Driver(run, TASK).run_until_stopped()
     else:
         assert Driver(run, TASK).run_until_stopped() == reason
