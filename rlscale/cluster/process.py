@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 LAUNCHER_EXITED = "warning: the launcher has exited; this rank exits too"
@@ -61,7 +62,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def exit_with_launcher() -> None:
+def exit_with_launcher() -> NoReturn:
     """End this process at once, as after a SIGTERM."""
     say(LAUNCHER_EXITED)
     os._exit(128 + signal.SIGTERM)
@@ -80,7 +81,7 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def follow(*pids: int, ended: Callable[[], None] = kill_self) -> None:
+def follow(*pids: int, ended: Callable[[], object] = kill_self) -> None:
     """Call ``ended`` on a thread when one of these processes ends, which need not be parents (at once if it has ended).
 
     Where the kernel or a sandbox refuses pidfd, the thread looks once a second.
@@ -91,7 +92,8 @@ def follow(*pids: int, ended: Callable[[], None] = kill_self) -> None:
         try:
             handles.append(os.pidfd_open(pid))
         except ProcessLookupError:
-            return ended()
+            ended()
+            return
         except OSError:
             polled.append(pid)
 
@@ -127,20 +129,16 @@ def guard_start(message: str, within_s: float = 5.0) -> Callable[[], None]:
         for handle in (reading, writing, screen):
             os.close(handle)
 
-    def launcher_ended() -> None:
-        if not stopped.is_set():
-            exit_with_launcher()
-
     def stop() -> None:
         os.write(writing, b"\0")
         stopped.set()
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
-    follow_launcher(launcher_ended)
+    follow_launcher(lambda: stopped.is_set() or exit_with_launcher())
     return stop
 
 
-def follow_launcher(ended: Callable[[], None]) -> None:
+def follow_launcher(ended: Callable[[], object]) -> None:
     """Call ``ended`` on a thread when DeepSpeed's runner is gone; nothing where this process has none.
 
     The runner starts a launcher, which starts the ranks. A SIGTERM (scheduler, ``timeout``) ends only the runner, and

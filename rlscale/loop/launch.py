@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 DESCRIPTION = "Start a run: deepspeed launchers/train.py --yaml FILE [section.key=value ...] [--dry-run]."
 NOT_STARTED = "stopped by a signal before the first step; nothing was changed"
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
+LOST_CONTACT = re.compile("Connection closed by peer|Connection reset by peer|Failed to recv, got 0")
 STOPPED = 75  # asked to stop, state saved: start it again (EX_TEMPFAIL of sysexits.h)
 
 
@@ -79,7 +81,7 @@ def main(argv: list[str]) -> int:
         code = ended.code if isinstance(ended.code, int) else RUN_ERROR
         return fail(NOT_STARTED, rank, code, every_rank=True)
     except Exception as error:
-        if lost_contact(error):  # another rank has failed, and its message must come first
+        if LOST_CONTACT.search(str(error)):  # another rank has failed, and its message must come first
             time.sleep(3)
             return fail("lost contact with another rank, which ended first", rank, RUN_ERROR, every_rank=True)
         if not raised_here(error):
@@ -90,14 +92,6 @@ def main(argv: list[str]) -> int:
         if backend is not None:
             backend.close()
     return 0 if stopped is None else STOPPED
-
-
-def lost_contact(error: Exception) -> bool:
-    """Whether an error only says that the other end of a connection is gone."""
-    text = str(error)
-    return any(
-        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Failed to recv, got 0")
-    )
 
 
 def raised_here(error: Exception) -> bool:

@@ -18,6 +18,12 @@ from rlscale.loop.run import Run
 from rlscale.observe import plots, summary
 from rlscale.observe.timers import Timers
 
+#: what is written of a `Trajectory`, the texts as ``prompt`` and ``response``
+RECORDED = (
+    "prompt_index", "sample_index", "data_source", "prompt_text", "response_text", "prompt_ids", "response_ids",
+    "finish_reason", "reward", "reward_error",
+)  # fmt: skip
+
 
 def min_mean_max(prefix: str, values: Tensor) -> dict[str, float]:
     """mean, max and min under prefix/, e.g. response_length/mean."""
@@ -123,18 +129,7 @@ def rollouts(run: Run, step: int, trajectories: list[Trajectory], batch: PackedB
 
 def record(t: Trajectory) -> dict[str, Any]:
     """A response as a line of rollouts/*.jsonl."""
-    return {
-        "prompt_index": t.prompt_index,
-        "sample_index": t.sample_index,
-        "data_source": t.data_source,
-        "prompt": t.prompt_text,
-        "response": t.response_text,
-        "prompt_ids": t.prompt_ids,
-        "response_ids": t.response_ids,
-        "finish_reason": t.finish_reason,
-        "reward": t.reward,
-        "reward_error": t.reward_error,
-    }
+    return {name.removesuffix("_text"): getattr(t, name) for name in RECORDED}
 
 
 def finish(run: Run) -> None:

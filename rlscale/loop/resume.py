@@ -77,10 +77,7 @@ def _latest_whole(store: Store, device: Device) -> tuple[Path | None, list[str]]
     """The last checkpoint without fault; those after it that have one are renamed."""
     on_first(store.clean)
     messages: list[str] = []
-    while True:
-        steps = on_first(store.steps)
-        if not steps:
-            break
+    while steps := on_first(store.steps):
         problem = _problem(store.path(steps[-1]), device)
         if problem is None:
             return store.path(steps[-1]), messages

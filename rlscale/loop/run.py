@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rlscale.batch.types import Trajectory
+from rlscale.cluster.collective import gather
 from rlscale.cluster.device import Device
 from rlscale.config.schema import Config
+from rlscale.data.dataset import Prompt
 from rlscale.loop.checkpoint import CheckpointManager
 from rlscale.loop.run_state import RunState
 from rlscale.loop.stopping import Watch
@@ -16,6 +19,7 @@ from rlscale.observe.progress import Progress
 from rlscale.observe.writers import RunWriter
 from rlscale.reward.pool import RewardPool
 from rlscale.rollout.rollout import Rollout
+from rlscale.rollout.sampling import Sampling
 from rlscale.train.engine import Engine
 
 
@@ -49,14 +53,6 @@ class Run:
     def actor(self) -> Engine:
         return self.models["actor"]
 
-    @property
-    def reference(self) -> Engine | None:
-        return self.models.get("reference")
-
-    @property
-    def critic(self) -> Engine | None:
-        return self.models.get("critic")
-
     def phase(self, step: int, name: str) -> None:
         """Tell the user and the other ranks what this rank begins to do."""
         self.progress.phase(name)
@@ -88,6 +84,21 @@ class GeneratingRun(Run):
             model.release_device()  # also what saving has brought back to the device
         yield
         self.rollout.sleep()
+
+    def sample(self, prompts: list[Prompt], sampling: Sampling) -> list[Trajectory]:
+        """All responses to the prompts, scored, on every rank, by prompt and sample regardless of which rank sampled
+        them.
+
+        Raises:
+            Stopped: the run was asked to stop.
+            RuntimeError: the leaders together did not return the expected number.
+        """
+        share, expected = self.rollout.generate(prompts, sampling, self.pool), len(prompts) * sampling.n
+        self.watch.raise_if_stopped()
+        everything = sorted((t for one in gather(share) for t in one), key=lambda t: (t.prompt_index, t.sample_index))
+        if len(everything) != expected:
+            raise RuntimeError(f"rollout returned {len(everything)} responses, expected {expected}")
+        return everything
 
     def sync(self) -> dict[str, float]:
         """Give the actor's weights to the engines, which wake; its optimizer state leaves the device first."""

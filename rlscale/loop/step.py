@@ -17,7 +17,6 @@ from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import Config
 from rlscale.loop import report
-from rlscale.loop.exchange import sample
 from rlscale.loop.objectives import actor_loss, contributing_samples, critic_loss, current_logprobs, need
 from rlscale.loop.run import GeneratingRun, Run
 from rlscale.loop.schedule import due, optimizer_steps, update_sizes
@@ -33,23 +32,24 @@ def train_step(run: GeneratingRun, step: int) -> dict[str, float]:
         Stopped: the run was asked to stop while the step had only sampled; nothing has changed.
     """
     cfg, rollout, timers = run.cfg, run.rollout, Timers(run.device.synchronize, partial(run.phase, step))
+    critic = run.models.get("critic")
     with timers("step"):
         prompts = run.state.data.peek()
         with timers("gen"), run.generating():
-            trajectories = sample(run, prompts, train_sampling(cfg, step))
+            trajectories = run.sample(prompts, train_sampling(cfg, step))
         with run.using(*run.models.values()):
             batch = pack(trajectories)
             check_scores(trajectories, step)
             metrics = _log_probs(run, batch, step, timers)
-            if run.critic is not None:
+            if critic is not None:
                 with timers("values"):
-                    batch.values = run.critic.values(batch)
+                    batch.values = critic.values(batch)
             run.watch.raise_if_stopped()  # from here on the step is finished
             with timers("adv"):
                 metrics |= advantages(run, batch)
-            if run.critic is not None:
-                with timers("update_critic"), run.using(run.critic):
-                    metrics |= update_critic(run, run.critic, batch, step)
+            if critic is not None:
+                with timers("update_critic"), run.using(critic):
+                    metrics |= update_critic(run, critic, batch, step)
             trained = step > cfg.trainer.critic_warmup
             if trained:
                 with timers("update_actor"):
@@ -126,9 +126,9 @@ def _log_probs(run: Run, batch: PackedBatch, step: int, timers: Timers) -> dict[
         if check:
             metrics = compare_logprobs(cfg, batch, current, step)
         batch.old_logprobs = current if needed else None
-    if run.reference is not None:
-        with timers("ref"), run.using(run.reference):
-            batch.ref_logprobs, _ = run.reference.logprobs(batch)
+    if (reference := run.models.get("reference")) is not None:
+        with timers("ref"), run.using(reference):
+            batch.ref_logprobs, _ = reference.logprobs(batch)
     return metrics
 
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import pickle
 from collections.abc import Mapping
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,6 @@ from rlscale.reshard.layout import Layout, rank_pieces_from_dicts
 from rlscale.reshard.plan import Copy, Plan
 from rlscale.reshard.plan import plan as make_plan
 from rlscale.reshard.transport import Transfer
-from rlscale.rollout.backend import Backend
 from rlscale.rollout.ranks import RolloutRanks
 
 if TYPE_CHECKING:
@@ -76,11 +76,7 @@ class WeightSync:
         for bucket in transfer.buckets(tensors):
             self.ranks.barrier()
             if any(transfer.plan.incoming(worker)[bucket.number] for worker in workers):
-
-                def take(backend: Backend, number: int = bucket.number) -> None:
-                    backend.take(number)
-
-                attempt(errors, take)
+                attempt(errors, methodcaller("take", bucket.number))
             self.ranks.barrier()
         attempt(errors, lambda backend: backend.finish_update())
         self.ranks.raise_together(errors, "the weight update")

@@ -13,9 +13,9 @@ from rlscale.algo.reward_shaping import place_rewards
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, KLControlConfig
-from rlscale.loop.exchange import sample
 from rlscale.loop.objectives import actor_loss, contributing_samples, current_logprobs
 from rlscale.loop.rl import state
+from rlscale.loop.run import GeneratingRun
 from rlscale.loop.step import advantages, check_scores, compare_logprobs
 from rlscale.loop.validation import validation_metrics
 from rlscale.rollout.sampling import Sampling
@@ -185,7 +185,7 @@ def solo_sample(count: int) -> int:
         rollout=SimpleNamespace(generate=lambda *_: share), pool=None,
         watch=SimpleNamespace(raise_if_stopped=lambda: None),
     )  # fmt: skip
-    return len(sample(run, [None], Sampling(n=2)))  # type: ignore[list-item]
+    return len(GeneratingRun.sample(run, [None], Sampling(n=2)))  # type: ignore[list-item]
 
 
 @pytest.mark.world
