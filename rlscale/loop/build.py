@@ -52,7 +52,7 @@ def build(checked: Checked, task: Task, device: Device, started: float, backend:
         if generates:
             rollout = Rollout(
                 cfg, device, eos_token_ids(cfg.model.path, tokenizer), tokenizer,
-                interrupted=lambda: watch.requested, backend=backend,
+                interrupted=lambda: watch.reason is not None, backend=backend,
             )  # fmt: skip
             parts.callback(rollout.close)
             if rollout.is_leader:

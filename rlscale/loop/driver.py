@@ -69,7 +69,7 @@ class Driver:
             run.writer.flush()
             saved = run.checkpoints.save_stopped(state, trained(run.models))
             run.watch.state_saved()
-            if stop.by_limit and state.step == began:  # a limit this short never lets a step finish
+            if str(stop).startswith(LIMIT) and state.step == began:  # a limit this short never lets a step finish
                 raise RuntimeError(
                     f"{stop} before a step was finished, so a resumed run would make no progress; increase {LIMIT}"
                 ) from stop

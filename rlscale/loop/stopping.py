@@ -39,11 +39,6 @@ STALLED = re.compile(r"[Tt]imed? ?out|wait timeout")
 class Stopped(Exception):
     """The run was asked to stop; raised on every rank at the same point."""
 
-    @property
-    def by_limit(self) -> bool:
-        """Whether ``trainer.max_time`` asked for it."""
-        return str(self).startswith(LIMIT)
-
 
 class Watch:
     """Watches over one rank of a run. Construction is collective over the world.
@@ -62,7 +57,7 @@ class Watch:
         # a connection of its own: the main thread may hold the other one while it waits
         store = dist.distributed_c10d._get_default_store()
         self.store = dist.PrefixStore(f"rlscale/watch{next(_instances)}", store.clone())  # type: ignore[attr-defined]
-        self.reason: str | None = None  # why the run should stop, as far as this rank knows
+        self.reason: str | None = None  # why the run should stop, as far as this rank knows; others may not yet
         self._deadline: tuple[float, int] | None = None  # and when this process ends at the latest, with which code
         self._first: dict[int, float] = {}
         self._closed = threading.Event()
@@ -95,11 +90,6 @@ class Watch:
         """The state is saved: a launcher that sends its signal once more does not cut short what is left to do."""
         self._state_saved = True
 
-    @property
-    def requested(self) -> bool:
-        """Whether this rank knows of a request to stop; others may not yet."""
-        return self.reason is not None
-
     def request(self, reason: str, code: int | None = None) -> None:
         """Ask the whole run to stop; with ``code`` this process ends with it when the grace period is over."""
         if self.reason is None:
@@ -111,7 +101,7 @@ class Watch:
 
     def raise_if_stopped(self) -> None:
         """Raise `Stopped` on every rank if any of them was asked to stop. Collective."""
-        flag = torch.tensor([int(self.requested)])
+        flag = torch.tensor([int(self.reason is not None)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.control)
         if not flag.item():
             return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from rlscale.cluster.collective import on_each
+from rlscale.cluster.collective import gather
 from rlscale.cluster.mesh import RolloutDims
 from rlscale.config.schema import RolloutConfig
 from rlscale.rollout.backend import Backend
@@ -72,12 +72,7 @@ class RolloutRanks:
 
     def raise_together(self, errors: list[Exception], what: str) -> None:
         """Raise EngineError on every rank where one of them has errors; the first of a rank counts. Collective."""
-
-        def first() -> None:
-            for error in errors:
-                raise error
-
-        def failed(text: str) -> EngineError:
-            return EngineError(text if "rank " in text else f"{what} failed: {text}")
-
-        on_each(first, self.control, raised=failed)
+        for text in gather(str(errors[0]) if errors else None, self.control):
+            if text is not None:
+                cause = errors[0] if errors else None
+                raise EngineError(text if "rank " in text else f"{what} failed: {text}") from cause
