@@ -42,7 +42,7 @@ class WeightSync:
 
     def __init__(self, cfg: RolloutConfig, device: Device, ranks: RolloutRanks):
         self.cfg, self.device, self.ranks = cfg, device, ranks
-        self.destination = Layout({}, [])
+        self.destination = Layout({})
         self.dtypes: dict[str, torch.dtype] = {}
         self.source: Layout | None = None
         self.transfer: Transfer | None = None
