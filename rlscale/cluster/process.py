@@ -138,7 +138,7 @@ def guard_start(message: str, within_s: float = 5.0) -> Callable[[], None]:
     return stop
 
 
-def follow_launcher(ended: Callable[[], object]) -> None:
+def follow_launcher(ended: Callable[[], object] = exit_with_launcher) -> None:
     """Call ``ended`` on a thread when DeepSpeed's runner is gone; nothing where this process has none.
 
     The runner starts a launcher, which starts the ranks. A SIGTERM (scheduler, ``timeout``) ends only the runner, and

@@ -101,7 +101,8 @@ def actor_metrics(records: list[dict[str, float]]) -> dict[str, float]:
 
 def critic_metrics(records: list[dict[str, float]], batch: PackedBatch) -> dict[str, float]:
     """The value loss, and how much of the variance of the returns the old values explain."""
-    explained = explained_variance(*need(batch, "values", "returns"), batch.mask)
+    values, returns = need(batch, "values", "returns")
+    explained = explained_variance(values, returns, batch.mask)
     metrics = _update_metrics("critic", records, ("vf_clipfrac",), ("vf_loss", "grad_norm"))
     return metrics | {"critic/vf_explained_var": explained}
 

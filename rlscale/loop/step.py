@@ -138,11 +138,13 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     metrics: dict[str, float] = {}
     batch.token_rewards = place_rewards(batch.rewards, batch.mask, batch.cu_seqlens)
     if algo.use_kl_in_reward:
+        old, reference = need(batch, "old_logprobs", "ref_logprobs")
         controller = cast(FixedKL, run.state.parts["kl_controller"])
         coef = controller.coef
         batch.token_rewards, mean_kl = kl_in_reward(
             batch.token_rewards,
-            *need(batch, "old_logprobs", "ref_logprobs"),
+            old,
+            reference,
             batch.mask,
             batch.cu_seqlens,
             kind=algo.kl_penalty,
