@@ -120,7 +120,7 @@ def train(checked: Checked, device) -> list[float]:
             metrics = actor.update(live, loss, entropy=True)
 
             # 5. hand the new weights to the engines, which wakes them
-            rollout.sync(actor.layout, actor.tensors())
+            rollout.sync(lambda: (actor.layout, actor.tensors()))
 
             history.append(float(batch.rewards.mean()))
             if device.rank == 0:

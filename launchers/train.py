@@ -19,6 +19,6 @@ if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    # a failed rank must not wait for the others' collectives or threads on its way out, and what a whole run has to say
-    # is on the disk: to take torch and vLLM apart would only take seconds
+    # exit without cleanup: a failed rank must not wait for other ranks, all output is on disk, and tearing down torch
+    # and vLLM takes seconds
     os._exit(status)

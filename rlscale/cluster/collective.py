@@ -11,7 +11,7 @@ process group is a world of its own. All functions are collective over ``group``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -54,13 +54,3 @@ def on_first(action: Callable[[], T], group: Any = None, **how: Any) -> T:
     """What the action returns on the first rank, on every rank; it runs on that rank only. ``how``: as `on_each`."""
     acts = not dist.is_initialized() or dist.get_rank(group) == 0
     return on_each(lambda: action() if acts else None, group, **how)[0]  # type: ignore[return-value]
-
-
-def raise_on_all(errors: Sequence[Exception], group: Any = None, *, raised: Callable[[Any], Exception]) -> None:
-    """Raise on every rank if any rank has errors; only the first of a rank counts."""
-
-    def first() -> None:
-        for error in errors:
-            raise error
-
-    on_each(first, group, raised=raised)

@@ -127,7 +127,7 @@ def init_distributed(kind: str, timeout_s: float = 1800.0, deterministic: bool =
     quiet_libraries()
     import deepspeed
 
-    # its shared-memory collective compiles for most of a minute and leaves a file a rank behind in /dev/shm for ever
+    # its shared-memory collective compiles for most of a minute and leaves one file per rank in /dev/shm
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
         try:

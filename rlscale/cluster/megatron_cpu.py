@@ -40,10 +40,6 @@ class _Proxy(types.ModuleType):
         return getattr(self._module, name)
 
 
-def _nothing(*_: Any) -> None:
-    return None
-
-
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +53,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _torch() -> types.ModuleType:
     """``torch`` as those modules should see it: the current device is the CPU, and nothing needs waiting for."""
-    waits = dict.fromkeys(("synchronize", "empty_cache", "current_stream"), _nothing)
+    waits = dict.fromkeys(("synchronize", "empty_cache", "current_stream"), lambda *_: None)
     cuda = _Proxy(torch.cuda, current_device=lambda: CPU, is_available=lambda: False, **waits)
     return _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
 

@@ -34,22 +34,10 @@ class ParallelDims:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world: int) -> ParallelDims:
-        """The dimensions of a role in a world of ``world`` ranks; what TP, PP and SP leave is data-parallel.
-
-        Raises:
-            ValueError: the world size is not divisible by TP x PP x SP, or experts are to be distributed otherwise than
-                over the tensor-parallel ranks.
-        """
+        """The dimensions of a role in a world of ``world`` ranks; what TP, PP and SP leave is data-parallel."""
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        sp = parallel.ulysses_sequence_parallel_size
-        if world % (tp * pp * sp):
-            raise ValueError(
-                f"world size {world} is not divisible by tensor_model_parallel_size {tp} x "
-                f"pipeline_model_parallel_size {pp} x ulysses_sequence_parallel_size {sp}"
-            )
-        ep = parallel.expert_model_parallel_size
-        if ep not in (1, tp):
-            raise ValueError(f"expert_model_parallel_size {ep} is neither 1 nor tensor_model_parallel_size {tp}")
+        sp, ep = parallel.ulysses_sequence_parallel_size, parallel.expert_model_parallel_size
+        assert world % (tp * pp * sp) == 0 and ep in (1, tp), "`rlscale.config.layouts` refuses such a layout"
         return cls(tp=tp, sp=sp, dp=world // (tp * pp * sp), pp=pp, ep=ep)
 
     @property
@@ -74,6 +62,29 @@ class ParallelDims:
             return all(d in varying or a == b for d, a, b in zip(Coords._fields, at, fixed, strict=True))
 
         return [rank for rank in range(self.world) if on_line(self.coords(rank))]
+
+
+@dataclass(frozen=True)
+class RolloutDims:
+    """Rollout groups of ``tp`` consecutive ranks each: the first of a group, its leader, drives the group's engine, a
+    replica, whose workers are on the devices of the group.
+    """
+
+    tp: int
+    world: int
+
+    @property
+    def replicas(self) -> int:
+        return self.world // self.tp
+
+    def replica(self, rank: int) -> int:
+        return rank // self.tp
+
+    def worker(self, rank: int) -> int:
+        return rank % self.tp
+
+    def is_leader(self, rank: int) -> bool:
+        return self.worker(rank) == 0
 
 
 class Mesh:
@@ -158,5 +169,5 @@ class Mesh:
 
 @cache
 def mesh_of(dims: ParallelDims) -> Mesh:
-    """The mesh of these dimensions, made once a process; every rank must ask in the same order."""
+    """The mesh of these dimensions, made once per process; every rank must ask in the same order."""
     return Mesh(dims)

@@ -10,18 +10,19 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+LAUNCHER_EXITED = "warning: the launcher has exited; this rank exits too"
 
 #: How glibc keeps freed memory in a process on CPU: by environment variable, the number of the parameter of mallopt(3),
 #: its value in the trainer and its value in vLLM's processes.
 #:
 #: Both allocate and free the same tensors every step. By default glibc maps each of them afresh, and the page faults
 #: take a good part of the step. The few largest of the trainer (flat gradients, an embedding's gradient) are still
-#: mapped and given back, because holes of their size would stay in the heap for good; an engine has none such.
+#: mapped and given back, because holes of their size would stay in the heap; an engine has no tensors of that size.
 _MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": (-3, 32 << 20, 2**31),
     "MALLOC_TRIM_THRESHOLD_": (-1, 2**31 - 1, 2**32),  # mallopt takes an int, the variable a long
@@ -49,6 +50,11 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def shorten(names: Sequence[str]) -> str:
+    """The first five of some names, for a message."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
 def free_port() -> int:
     """A TCP port of this machine that nothing listens on."""
     with socket.socket() as s:
@@ -56,13 +62,14 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def leave() -> None:
+def exit_with_launcher() -> NoReturn:
     """End this process at once, as after a SIGTERM."""
-    os._exit(143)
+    say(LAUNCHER_EXITED)
+    os._exit(128 + signal.SIGTERM)
 
 
-def die() -> None:
-    """End this process, without ceremony."""
+def kill_self() -> None:
+    """Kill this process with SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -74,55 +81,65 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def follow(*pids: int, ended: Callable[[], None] = die) -> None:
+def follow(*pids: int, ended: Callable[[], object] = kill_self) -> None:
     """Call ``ended`` on a thread when one of these processes ends, which need not be parents (at once if it has ended).
 
-    On a kernel without pidfd it is never called: only the orderly ways to end remain.
+    Where the kernel or a sandbox refuses pidfd, the thread looks once a second.
     """
-    handles = []
+    handles: list[int] = []
+    polled: list[int] = []
     for pid in pids:
         try:
             handles.append(os.pidfd_open(pid))
         except ProcessLookupError:
-            return ended()
+            ended()
+            return
         except OSError:
-            pass
+            polled.append(pid)
 
     def wait() -> None:
-        with contextlib.suppress(InterruptedError):
-            select.select(handles, [], [])  # one is readable when its process has ended
+        while all(map(_runs, polled)) and not select.select(handles, [], [], 1.0 if polled else None)[0]:
+            pass  # a handle is readable when its process has ended
         ended()
 
-    if handles:
+    if pids:
         threading.Thread(target=wait, name="follow", daemon=True).start()
 
 
-def end_after_signal(message: str, within_s: float = 5.0) -> None:
-    """Let no signal of this process wait for long: ``within_s`` seconds after one, the process ends with a message.
+def guard_start(message: str, within_s: float = 5.0) -> Callable[[], None]:
+    """Until a run watches for both itself, end this process with a message ``within_s`` seconds after a signal, and at
+    once when its launcher has exited.
 
-    Python's own handlers run on the main thread, which may be waiting in C, for ranks that will never come. Whatever
-    calls `signal.set_wakeup_fd` later takes this over.
+    Python's own handlers run on the main thread, which may be waiting in C, for ranks that will never come.
+
+    Returns:
+        What ends the guard; call it when `signal.set_wakeup_fd` has been called for another pipe.
     """
-    reading, writing = os.pipe()
+    (reading, writing), screen, stopped = os.pipe(), os.dup(2), threading.Event()  # fd 2 may be a log's by then
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
 
     def wait() -> None:
-        while (number := os.read(reading, 1)[0]) not in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        while (number := os.read(reading, 1)[0]) not in (0, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             pass
-        time.sleep(within_s)
-        say(message)
-        os._exit(128 + number)
+        if number and not stopped.wait(within_s):
+            with contextlib.suppress(OSError):
+                os.write(screen, f"{message}\n".encode())
+            os._exit(128 + number)
+        for handle in (reading, writing, screen):
+            os.close(handle)
+
+    def stop() -> None:
+        os.write(writing, b"\0")
+        stopped.set()
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
+    follow_launcher(lambda: stopped.is_set() or exit_with_launcher())
+    return stop
 
 
-#: what to do when the launcher has ended
-on_launcher_end: Callable[[], None] = leave
-
-
-def follow_launcher() -> None:
-    """End this process when DeepSpeed's runner is gone (or whatever `on_launcher_end` says by then).
+def follow_launcher(ended: Callable[[], object] = exit_with_launcher) -> None:
+    """Call ``ended`` on a thread when DeepSpeed's runner is gone; nothing where this process has none.
 
     The runner starts a launcher, which starts the ranks. A SIGTERM (scheduler, ``timeout``) ends only the runner, and
     the launcher with all its ranks would train on unseen.
@@ -131,12 +148,11 @@ def follow_launcher() -> None:
     if "deepspeed.launcher.launch" not in _process(launcher, "cmdline"):
         return
     runner = _process(launcher, "stat").rpartition(")")[2].split()[1:2]  # its parent
-
-    def ended() -> None:
-        say("warning: the launcher has ended; so will this rank")
-        on_launcher_end()
-
     follow(launcher, *map(int, runner), ended=ended)
+
+
+def _runs(pid: int) -> bool:
+    return _process(pid, "stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
 
 
 def _process(pid: int, what: str) -> str:

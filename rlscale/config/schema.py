@@ -23,7 +23,7 @@ _KL_NAMES = "k1, abs, k2, k3 (= low_var_kl), forward; a + takes the gradient of 
 
 
 def opt(default: Any, help: str, **constraints: Any) -> Any:
-    """A documented field. ``constraints``: ``choices`` (tuple), and the bounds of `BOUNDS`."""
+    """A documented field. ``constraints``: ``choices`` (a collection), and the bounds of `BOUNDS`."""
     meta = {"help": help, **constraints}
     if isinstance(default, list | dict | type):
         return field(default_factory=default if isinstance(default, type) else default.copy, metadata=meta)
@@ -341,7 +341,7 @@ TASKS = {"rl": TaskEntry("rlscale.loop.rl", generates=True)}
 
 @dataclass
 class Config:
-    task: str = opt("rl", "what to run", choices=tuple(TASKS))
+    task: str = opt("rl", "what to run", choices=TASKS)
     trainer: TrainerConfig = opt(TrainerConfig, "the run")
     data: DataConfig = opt(DataConfig, "prompts")
     model: ModelConfig = opt(ModelConfig, "the policy's start")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 
 from rlscale.cluster.device import Device
+from rlscale.cluster.mesh import RolloutDims
 from rlscale.config.schema import TASKS, Config
 from rlscale.data.tokenizers import eos_token_ids, load_tokenizer
 from rlscale.loop.checkpoint import CheckpointManager, restore
 from rlscale.loop.configure import Checked
 from rlscale.loop.resume import ResumePoint, archive_later, find
-from rlscale.loop.run import Run, trained
+from rlscale.loop.run import GeneratingRun, Run, trained
 from rlscale.loop.run_state import RunState
-from rlscale.loop.schedule import planned_steps, unreached_learning_rates
+from rlscale.loop.schedule import planned_steps
 from rlscale.loop.stopping import Watch
 from rlscale.loop.tasks import Task
 from rlscale.observe.progress import Progress
@@ -20,10 +21,9 @@ from rlscale.observe.writers import RunWriter
 from rlscale.reward.pool import RewardPool, targets_of
 from rlscale.rollout.backend import Backend
 from rlscale.rollout.rollout import Rollout
-from rlscale.train.engine import Engine
 
 
-def build(checked: Checked, task: Task, device: Device, started: float, engine: Backend | None) -> Run:
+def build(checked: Checked, task: Task, device: Device, started: float, backend: Backend | None) -> Run:
     """Load data and models, start engines if the task generates, resume from a checkpoint if there is one.
 
     Collective; raises before anything trains if a part does not fit.
@@ -48,36 +48,32 @@ def build(checked: Checked, task: Task, device: Device, started: float, engine: 
         parts.callback(writer.close)
         for line in [data.summary, *_announcement(cfg, device, point)]:
             progress.message(line)
-        models: dict[str, Engine] = {}
         rollout = pool = None
         if generates:
             rollout = Rollout(
                 cfg, device, eos_token_ids(cfg.model.path, tokenizer), tokenizer,
-                weights=lambda: (models["actor"].layout, models["actor"].tensors()),
-                interrupted=lambda: watch.requested, backend=engine,
+                interrupted=lambda: watch.reason is not None, backend=backend,
             )  # fmt: skip
             parts.callback(rollout.close)
             if rollout.is_leader:
                 pool = RewardPool(cfg.reward, data.scorers)
                 parts.callback(pool.close)
-            rollout.begin_start()  # the engines start while the models load
-        models |= task.models(checked, device, steps)
+        models = task.models(checked, device, steps)
         for model in models.values():
             model.release_device()
-        for warning in unreached_learning_rates(trained(models)):
-            progress.message(f"WARNING: {warning}")
         if rollout:
-            rollout.finish_start()
+            rollout.start()  # on CPU the engines have begun to start before this rank joined the others
         state = RunState(data.train, task.state(cfg) | ({"rollout": rollout} if rollout else {}))
         if point is not None:
             restore(point, state, trained(models), device.rank)
             if rollout:
-                rollout.sync(models["actor"].layout, models["actor"].tensors())
+                rollout.sync(lambda: (models["actor"].layout, models["actor"].tensors()))
         progress.restart_clock()
-        return Run(
-            cfg, device, started, point is not None, steps, state, data.val, models, rollout, pool, writer, progress,
-            checkpoints, watch, parts.pop_all(),
+        of_any = (
+            cfg, device, started, point is not None, steps, state, data.val, models, writer, progress, checkpoints,
+            watch, parts.pop_all(),
         )  # fmt: skip
+        return GeneratingRun(*of_any, rollout, pool) if rollout else Run(*of_any)
 
 
 def _writer(cfg: Config, device: Device, point: ResumePoint | None, checkpoints: CheckpointManager) -> RunWriter:
@@ -94,6 +90,6 @@ def _announcement(cfg: Config, device: Device, point: ResumePoint | None) -> lis
     lines = [] if point is None else [*point.messages, f"resuming after step {point.step} from {point.manifest.path}"]
     lines.append(f"loading {cfg.model.path}")
     if TASKS[cfg.task].generates:
-        engines = device.world // cfg.rollout.tensor_model_parallel_size
+        engines = RolloutDims(cfg.rollout.tensor_model_parallel_size, device.world).replicas
         lines.append(f"starting {engines} vLLM engine(s); their logs: {cfg.trainer.run_dir}/engines")
     return lines

@@ -54,13 +54,13 @@ class CheckpointManager:
         numbers = {name: float(value) for name, value in metrics.items() if math.isfinite(float(value))}
         if self.best and self.best not in numbers:
             lacks = f"WARNING: trainer.keep_best: step {step} has no metric {self.best}"
-            self.progress.message(f"{lacks}; a checkpoint without it is never the best")
+            self.progress.message(f"{lacks}; a checkpoint without it is not considered for keep_best")
             self.best = ""
         values = run_values(state, engines, self.cfg, self.device.world)
         content = CheckpointData(model_states(engines), values, {"random": random_states()}, {"metrics": numbers})
         self.wait()  # a save before this one that failed is no reason to leave this one out
         if self._attempt(lambda: self.saver.save(step, content)):
-            how = "copied; it is written beside the next steps" if self.saver.asynchronous else "written"
+            how = "copied; it is written in the background" if self.saver.asynchronous else "written"
             self.progress.message(f"checkpoint of step {step} {how} ({time.monotonic() - started:.1f} s)")
         self.progress.restart_clock()
 
@@ -88,7 +88,7 @@ class CheckpointManager:
         except SaveError as error:
             if not self.tolerant:
                 raise
-            self.progress.message(f"WARNING: {error}; the run goes on (trainer.continue_on_save_error)")
+            self.progress.message(f"WARNING: {error}; the run continues (trainer.continue_on_save_error)")
             return False
         return True
 

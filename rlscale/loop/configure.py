@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from rlscale.algo.needs import registries, uses_critic, uses_reference
 from rlscale.cluster.device import detect, native_dtype
-from rlscale.cluster.mesh import ParallelDims
+from rlscale.cluster.mesh import ParallelDims, RolloutDims
 from rlscale.config import ConfigError, read
 from rlscale.config.load import drop_consequences
 from rlscale.config.schema import Config, ParallelConfig
 from rlscale.config.validate import find_violations
 from rlscale.model.arch import ModelSpec
-from rlscale.rollout.vllm.limits import violations
+from rlscale.rollout.program import violations
 
 
 class Checked(NamedTuple):
@@ -66,9 +66,8 @@ def configure(path: str, overrides: list[str], world: int) -> Checked:
     lines += [message for key, message in unreadable.items() if key not in named]
     if spec is not None and "trainer.device" not in unreadable:
         lines += _limits(cfg, spec, kind)
-    if lines:
+    if lines or spec is None:
         raise ConfigError(lines)
-    assert spec is not None
     return Checked(cfg, spec, critic_spec, kind)
 
 
@@ -106,15 +105,15 @@ def describe(checked: Checked, world: int) -> str:
         lines.append(f"reference  {_dims(cfg.actor.parallel, world)}, frozen")
     if uses_critic(cfg):
         lines.append(f"critic     {_dims(cfg.critic.parallel, world)}")
-    tp = cfg.rollout.tensor_model_parallel_size
-    lines.append(f"rollout    {world // tp} vLLM engine(s) of {tp} device(s)")
+    dims = RolloutDims(cfg.rollout.tensor_model_parallel_size, world)
+    lines.append(f"rollout    {dims.replicas} vLLM engine(s) of {dims.tp} device(s)")
     for rank in range(world):
         place = f"actor {_place(cfg.actor.parallel, world, rank)}"
         if uses_critic(cfg):
             place += f" | critic {_place(cfg.critic.parallel, world, rank)}"
         lines.append(
-            f"  rank {rank:<4} {place} | engine {rank // tp} worker {rank % tp}"
-            + (" (leader)" if rank % tp == 0 else "")
+            f"  rank {rank:<4} {place} | engine {dims.replica(rank)} worker {dims.worker(rank)}"
+            + (" (leader)" if dims.is_leader(rank) else "")
         )
     return "\n".join(lines)
 

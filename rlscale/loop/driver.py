@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,32 +12,42 @@ from rlscale.loop import report
 from rlscale.loop.build import build
 from rlscale.loop.configure import Checked
 from rlscale.loop.run import Run, trained
-from rlscale.loop.schedule import due, exports, saves
-from rlscale.loop.stopping import Stopped
-from rlscale.loop.tasks import Task, load
+from rlscale.loop.schedule import due, exports, saves, unreached_learning_rates
+from rlscale.loop.stopping import LIMIT, Stopped
+from rlscale.loop.tasks import Task, load_task
 from rlscale.reshard.hf_export import export_hf
 from rlscale.rollout.backend import Backend
 
 
-def train(checked: Checked, device: Device, started: float, engine: Backend | None = None) -> str | None:
+def train(
+    checked: Checked, device: Device, started: float, backend: Backend | None = None,
+    watching: Callable[[], None] = lambda: None,
+) -> str | None:  # fmt: skip
     """Run the configured task to its end, or until it is asked to stop: then the state reached is saved, and the
     reason is returned. Collective over the world; errors end the process with a message.
 
     Args:
         started: `time.monotonic` when the program began.
-        engine: this leader's engine, where its start has begun.
+        backend: this leader's engine, where its start has begun.
+        watching: called when the run takes signals itself.
     """
-    task = load(checked.cfg.task)
-    run = build(checked, task, device, started, engine)
+    task = load_task(checked.cfg.task)
+    run = build(checked, task, device, started, backend)
     run.watch.start()
+    watching()
     try:
+        for warning in unreached_learning_rates(trained(run.models)):
+            run.progress.message(f"WARNING: {warning}")
         return Driver(run, task).run_until_stopped()
     except Exception as error:
         first = run.watch.failed(error)
-        if first is None:
+        if first is None or isinstance(error, ValueError):  # what is wrong with the user's input, all ranks find alike
             raise
         what = str(error).partition("\n")[0]  # the launcher ends compilers too, and their output would hide the cause
-        raise RuntimeError(f"rank {first} has failed; then this rank with {type(error).__name__}: {what}") from error
+        follows = RuntimeError(f"rank {first} has failed; then this rank with {type(error).__name__}: {what}")
+        for note in getattr(error, "__notes__", []):
+            follows.add_note(note)
+        raise follows from error
     finally:
         run.close()
 
@@ -58,13 +69,13 @@ class Driver:
             run.writer.flush()
             saved = run.checkpoints.save_stopped(state, trained(run.models))
             run.watch.state_saved()
-            if stop.by_limit and state.step == began:  # to start it again and again would never get anywhere
+            if str(stop).startswith(LIMIT) and state.step == began:  # a limit this short never lets a step finish
                 raise RuntimeError(
-                    f"{stop} before a step was finished, so the run would never go on; give it more"
+                    f"{stop} before a step was finished, so a resumed run would make no progress; increase {LIMIT}"
                 ) from stop
             what = f"nothing is saved ({'no step was finished' if state.step == 0 else 'trainer.save_freq -1'})"
             run.progress.message(
-                f"stopped: {stop}; " + ("the same command with trainer.resume_mode=auto goes on" if saved else what)
+                f"stopped: {stop}; " + ("resume with the same command and trainer.resume_mode=auto" if saved else what)
             )
             return str(stop)
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import time
@@ -16,8 +17,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DESCRIPTION = "Start a run: deepspeed launchers/train.py --yaml FILE [section.key=value ...] [--dry-run]."
-NOT_STARTED = "ended by a signal before the first step; nothing was changed"
+NOT_STARTED = "stopped by a signal before the first step; nothing was changed"
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
+LOST_CONTACT = re.compile("Connection closed by peer|Connection reset by peer|Failed to recv, got 0")
 STOPPED = 75  # asked to stop, state saved: start it again (EX_TEMPFAIL of sysexits.h)
 
 
@@ -53,25 +55,24 @@ def main(argv: list[str]) -> int:
             print(describe(checked, world))
         return 0
     from rlscale.cluster.device import init_distributed, prepare_process
-    from rlscale.cluster.process import end_after_signal, follow_launcher
+    from rlscale.cluster.process import guard_start
     from rlscale.config.schema import TASKS
 
-    follow_launcher()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run watches for them itself
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    end_after_signal(f"error: rank {rank}: {NOT_STARTED}")
-    engine = None
+    end_guard = guard_start(f"error: rank {rank}: {NOT_STARTED}")
+    backend = None
     try:
         trainer = checked.cfg.trainer
         prepare_process(checked.kind)
         if TASKS[checked.cfg.task].generates:
-            from rlscale.rollout.vllm.client import start_early
+            from rlscale.rollout.program import start_early
 
-            engine = start_early(checked.cfg, checked.kind)
+            backend = start_early(checked.cfg, checked.kind)
         device = init_distributed(checked.kind, trainer.collective_timeout_s, trainer.deterministic)
         from rlscale.loop.driver import train
 
-        stopped = train(checked, device, started, engine)
+        stopped = train(checked, device, started, backend, end_guard)
     except ValueError as error:  # the user's data or model, named by the message
         return fail(str(error), rank, USAGE_ERROR)
     except KeyboardInterrupt:
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
         code = ended.code if isinstance(ended.code, int) else RUN_ERROR
         return fail(NOT_STARTED, rank, code, every_rank=True)
     except Exception as error:
-        if lost_contact(error):  # another rank has failed, and its message must come first
+        if LOST_CONTACT.search(str(error)):  # another rank has failed, and its message must come first
             time.sleep(3)
             return fail("lost contact with another rank, which ended first", rank, RUN_ERROR, every_rank=True)
         if not raised_here(error):
@@ -88,17 +89,9 @@ def main(argv: list[str]) -> int:
         text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         return fail(text, rank, RUN_ERROR, every_rank=True)
     finally:
-        if engine is not None:
-            engine.close()
+        if backend is not None:
+            backend.close()
     return 0 if stopped is None else STOPPED
-
-
-def lost_contact(error: Exception) -> bool:
-    """Whether an error only says that the other end of a connection is gone."""
-    text = str(error)
-    return any(
-        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Failed to recv, got 0")
-    )
 
 
 def raised_here(error: Exception) -> bool:
@@ -110,8 +103,8 @@ def raised_here(error: Exception) -> bool:
 def fail(message: str, rank: int, code: int, every_rank: bool = False) -> int:
     """Print what ended the run and return the exit code.
 
-    The launcher ends all ranks as soon as one has failed. An error that all ranks have found alike is told by the first
-    rank, and the others give it the time to.
+    The launcher ends all ranks as soon as one has failed. An error that all ranks found is printed by rank 0; the
+    others wait so that its message appears first.
     """
     from rlscale.cluster.process import say
 

@@ -21,6 +21,17 @@ from rlscale.batch.types import LossFn, ModelOut, PackedBatch
 from rlscale.config.schema import ActorConfig, CriticConfig
 
 
+def need(part: PackedBatch | ModelOut, *names: str) -> list[Tensor]:
+    """Quantities that a step has computed by now.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    if missing := [name for name in names if getattr(part, name) is None]:
+        raise RuntimeError(f"{', '.join(missing)}: not computed in this step")
+    return [getattr(part, name) for name in names]
+
+
 def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = None) -> LossFn:
     """Loss of the policy on micro-batches of ``mini``: policy loss - entropy_coeff * entropy + kl_loss_coef * KL.
 
@@ -29,29 +40,29 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = Non
     args = {"clip_low": cfg.clip_ratio_low, "clip_high": cfg.clip_ratio_high, **cfg.policy_loss_args}
     statistic: dict[str, float] = {}
     needs = POLICY_LOSSES.find(cfg.policy_loss).needs
-    assert mini.advantages is not None
+    [advantages] = need(mini, "advantages")
     if mini.old_logprobs is not None:
         statistic = prepare(
             cfg.policy_loss,
             logprobs=mini.old_logprobs if current is None else current,
             old_logprobs=mini.old_logprobs,
-            advantages=mini.advantages,
+            advantages=advantages,
             mask=mini.mask,
             cu_seqlens=mini.cu_seqlens,
             **args,
         )
 
     def loss_fn(out: ModelOut, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert out.logprobs is not None and micro.advantages is not None and micro.weights is not None
-        # one optimizer step a batch: the old policy is the current one, and its ratio is 1 with the right gradient
-        old = out.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+        [logprobs], (advantages, weights) = need(out, "logprobs"), need(micro, "advantages", "weights")
+        # one optimizer step per batch: the old policy is the current one, and its ratio is 1 with the right gradient
+        old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
         loss, sums = policy_loss(
             cfg.policy_loss,
-            logprobs=out.logprobs,
+            logprobs=logprobs,
             old_logprobs=old,
-            advantages=micro.advantages,
+            advantages=advantages,
             mask=micro.mask,
-            weights=micro.weights,
+            weights=weights,
             cu_seqlens=micro.cu_seqlens,
             clip_c=cfg.clip_ratio_c,
             ref_logprobs=micro.ref_logprobs if "ref_logprobs" in needs else None,
@@ -60,17 +71,15 @@ def actor_loss(cfg: ActorConfig, mini: PackedBatch, current: Tensor | None = Non
         )
         sums = {"pg_loss": loss, **sums, "tokens": micro.mask.sum()}
         if out.entropy is not None:
-            bonus, counts = entropy_sum(out.entropy, micro.mask, micro.weights)
+            bonus, counts = entropy_sum(out.entropy, micro.mask, weights)
             sums["entropy"] = counts["entropy"]
             if cfg.entropy_coeff:
                 loss = loss - cfg.entropy_coeff * bonus
         if micro.ref_logprobs is not None:
-            plain = (out.logprobs.detach(), micro.ref_logprobs, micro.mask, micro.weights)
-            sums["ref_kl"] = kl_loss("k3", *plain)[1]["kl"]
+            reference = micro.ref_logprobs, micro.mask, weights
+            sums["ref_kl"] = kl_loss("k3", logprobs.detach(), *reference)[1]["kl"]
             if cfg.use_kl_loss:
-                sums["kl_loss"], _ = kl_loss(
-                    cfg.kl_loss_type, out.logprobs, micro.ref_logprobs, micro.mask, micro.weights
-                )
+                sums["kl_loss"], _ = kl_loss(cfg.kl_loss_type, logprobs, *reference)
                 loss = loss + cfg.kl_loss_coef * sums["kl_loss"]
         return loss, sums
 
@@ -92,11 +101,8 @@ def critic_loss(cfg: CriticConfig) -> LossFn:
     """Clipped value loss (PPO) over the response tokens."""
 
     def loss_fn(out: ModelOut, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert out.values is not None and micro.values is not None
-        assert micro.returns is not None and micro.weights is not None
-        loss, sums = value_loss(
-            out.values, micro.values, micro.returns, micro.mask, micro.weights, clip=cfg.cliprange_value
-        )
+        [values], (old, returns, weights) = need(out, "values"), need(micro, "values", "returns", "weights")
+        loss, sums = value_loss(values, old, returns, micro.mask, weights, clip=cfg.cliprange_value)
         return loss, {"vf_loss": loss, **sums, "tokens": micro.mask.sum()}
 
     return loss_fn
@@ -107,6 +113,5 @@ def contributing_samples(cfg: ActorConfig, batch: PackedBatch) -> Tensor:
     skips = POLICY_LOSSES.find(cfg.policy_loss).zero_at_zero_advantage
     if not skips or cfg.use_kl_loss or cfg.entropy_coeff:
         return torch.arange(batch.num_samples)
-    assert batch.advantages is not None and batch.weights is not None
-    live = (batch.advantages != 0) & (batch.weights != 0)
-    return any_valid(live, batch.cu_seqlens).nonzero().flatten()
+    advantages, weights = need(batch, "advantages", "weights")
+    return any_valid((advantages != 0) & (weights != 0), batch.cu_seqlens).nonzero().flatten()

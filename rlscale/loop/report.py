@@ -1,4 +1,4 @@
-"""What a step tells its user: metrics under DESIGN's names, rollout files, the end of the run."""
+"""What a step tells its user: metrics under veRL's names, rollout files, the end of the run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from torch import Tensor
 from rlscale.algo.dynamic_sampling import groups_with_contrast
 from rlscale.algo.value_loss import explained_variance
 from rlscale.batch.types import PackedBatch, Trajectory
+from rlscale.loop.objectives import need
 from rlscale.loop.run import Run
 from rlscale.observe import plots, summary
 from rlscale.observe.timers import Timers
 
+#: what is written of a `Trajectory`, the texts as ``prompt`` and ``response``
+RECORDED = (
+    "prompt_index", "sample_index", "data_source", "prompt_text", "response_text", "prompt_ids", "response_ids",
+    "finish_reason", "reward", "reward_error",
+)  # fmt: skip
 
-def spread(prefix: str, values: Tensor) -> dict[str, float]:
+
+def min_mean_max(prefix: str, values: Tensor) -> dict[str, float]:
     """mean, max and min under prefix/, e.g. response_length/mean."""
     values = values.float()
     if values.numel() == 0:
@@ -38,9 +45,9 @@ def batch_metrics(trajectories: list[Trajectory], batch: PackedBatch) -> dict[st
     groups = int(batch.group.max()) + 1
     stds = torch.stack([batch.rewards[batch.group == g].std(correction=0) for g in range(groups)])
     no_contrast = torch.ones(groups).index_fill_(0, groups_with_contrast(batch.rewards, batch.group), 0.0)
-    assert batch.advantages is not None and batch.returns is not None and batch.token_rewards is not None
+    advantages, returns, token_rewards = need(batch, "advantages", "returns", "token_rewards")
     owner = torch.repeat_interleave(torch.arange(batch.num_samples), lengths)
-    shaped = torch.zeros(batch.num_samples).index_add_(0, owner, batch.token_rewards)
+    shaped = torch.zeros(batch.num_samples).index_add_(0, owner, token_rewards)
     out = {
         "batch/num_samples": float(batch.num_samples),
         "batch/num_tokens": float(prompts.sum() + lengths.sum()),
@@ -48,18 +55,18 @@ def batch_metrics(trajectories: list[Trajectory], batch: PackedBatch) -> dict[st
         "group/reward_std": float(stds.mean()),
         "group/zero_std_frac": float(no_contrast.mean()),
         "critic/score/std": float(batch.rewards.std(correction=0)),
-        "critic/advantages/std": float(batch.advantages[own].std(correction=0)),
+        "critic/advantages/std": float(advantages[own].std(correction=0)),
         "response_length/clip_ratio": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
         "reward/failures": float(sum(t.reward_failed for t in trajectories)),
-        **spread("response_length", lengths),
-        **spread("prompt_length", prompts),
-        **spread("critic/score", batch.rewards),
-        **spread("critic/rewards", shaped),
-        **spread("critic/advantages", batch.advantages[own]),
-        **spread("critic/returns", batch.returns[own]),
+        **min_mean_max("response_length", lengths),
+        **min_mean_max("prompt_length", prompts),
+        **min_mean_max("critic/score", batch.rewards),
+        **min_mean_max("critic/rewards", shaped),
+        **min_mean_max("critic/advantages", advantages[own]),
+        **min_mean_max("critic/returns", returns[own]),
     }
     if batch.values is not None:
-        out.update(spread("critic/values", batch.values[own]))
+        out.update(min_mean_max("critic/values", batch.values[own]))
     extras: dict[str, list[float]] = defaultdict(list)
     for t in trajectories:
         for name, value in t.extra.items():
@@ -94,8 +101,8 @@ def actor_metrics(records: list[dict[str, float]]) -> dict[str, float]:
 
 def critic_metrics(records: list[dict[str, float]], batch: PackedBatch) -> dict[str, float]:
     """The value loss, and how much of the variance of the returns the old values explain."""
-    assert batch.values is not None and batch.returns is not None
-    explained = explained_variance(batch.values, batch.returns, batch.mask)
+    values, returns = need(batch, "values", "returns")
+    explained = explained_variance(values, returns, batch.mask)
     metrics = _update_metrics("critic", records, ("vf_clipfrac",), ("vf_loss", "grad_norm"))
     return metrics | {"critic/vf_explained_var": explained}
 
@@ -110,32 +117,20 @@ def timing(run: Run, timers: Timers, tokens: float) -> dict[str, float]:
 
 
 def rollouts(run: Run, step: int, trajectories: list[Trajectory], batch: PackedBatch) -> None:
-    """rollouts/step_*.jsonl: one object a response."""
+    """rollouts/step_*.jsonl: one object per response."""
     freq = run.cfg.trainer.rollout_dump_freq
     if run.device.rank or freq == 0 or step % freq:
         return
-    assert batch.advantages is not None
-    rows = []
+    [advantages], rows = need(batch, "advantages"), []
     for i, t in enumerate(trajectories):
         span = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
-        rows.append(record(t) | {"advantage": [round(a, 6) for a in batch.advantages[span].tolist()]})
+        rows.append(record(t) | {"advantage": [round(a, 6) for a in advantages[span].tolist()]})
     run.writer.rollouts(step, rows)
 
 
 def record(t: Trajectory) -> dict[str, Any]:
     """A response as a line of rollouts/*.jsonl."""
-    return {
-        "prompt_index": t.prompt_index,
-        "sample_index": t.sample_index,
-        "data_source": t.data_source,
-        "prompt": t.prompt_text,
-        "response": t.response_text,
-        "prompt_ids": t.prompt_ids,
-        "response_ids": t.response_ids,
-        "finish_reason": t.finish_reason,
-        "reward": t.reward,
-        "reward_error": t.reward_error,
-    }
+    return {name.removesuffix("_text"): getattr(t, name) for name in RECORDED}
 
 
 def finish(run: Run) -> None:
@@ -145,7 +140,7 @@ def finish(run: Run) -> None:
     if run.device.rank:
         return
     if "jsonl" not in run.cfg.trainer.logger:
-        print("no plots and no summary: they are made from metrics.jsonl, and trainer.logger has no jsonl", flush=True)
+        print("no plots and no summary: both need metrics.jsonl, and trainer.logger does not include jsonl", flush=True)
         return
     folder = Path(run.cfg.trainer.run_dir)
     if run.cfg.trainer.plots:

@@ -27,7 +27,7 @@ class ResumePoint:
     """The checkpoint that a run resumes from, whole and checked.
 
     Attributes:
-        in_place: it is one of the run's own folder, whose records go on; otherwise the run only starts from it.
+        in_place: it is in the run's own folder, whose records are continued; otherwise the run only starts from it.
         messages: for the user.
     """
 
@@ -77,20 +77,17 @@ def _latest_whole(store: Store, device: Device) -> tuple[Path | None, list[str]]
     """The last checkpoint without fault; those after it that have one are renamed."""
     on_first(store.clean)
     messages: list[str] = []
-    while True:
-        steps = on_first(store.steps)
-        if not steps:
-            break
+    while steps := on_first(store.steps):
         problem = _problem(store.path(steps[-1]), device)
         if problem is None:
             return store.path(steps[-1]), messages
         aside = on_first(partial(store.set_aside, steps[-1]))
-        messages.append(f"WARNING: damaged checkpoint: {problem}; it is now {aside}, and the one before it is used")
+        messages.append(f"WARNING: damaged checkpoint: {problem}; renamed to {aside}; resuming from the previous one")
     damaged = on_first(lambda: sorted(map(str, store.root.glob("*.damaged"))))
     if damaged:
         raise ValueError(
-            "\n".join([*messages, f"trainer.resume_mode auto: no whole checkpoint is left in {store.root}, only "
-                       f"{', '.join(damaged)}; trainer.resume_mode=disable starts anew"])
+            "\n".join([*messages, f"trainer.resume_mode auto: no complete checkpoint is left in {store.root}, only "
+                       f"{', '.join(damaged)}; set trainer.resume_mode=disable to start a new run"])
         )  # fmt: skip
     return None, messages
 
@@ -105,7 +102,7 @@ def archive_later(cfg: Config, point: ResumePoint) -> None:
     store = Store(folder_of(cfg))
     later = on_first(lambda: [store.set_aside(step, ABANDONED).name for step in store.steps() if step > point.step])
     if later:
-        point.messages.append(f"later checkpoints are now {', '.join(later)}")
+        point.messages.append(f"later checkpoints were renamed to {', '.join(later)}")
 
 
 def _problem(path: Path, device: Device) -> str | None:

@@ -27,7 +27,7 @@ class Batches(Stateful, Protocol):
         """Samples of an epoch, of which a step takes ``data.train_batch_size``."""
 
     def peek(self) -> list[Any]:
-        """The next batch. `advance` goes on."""
+        """The next batch. `advance` moves to the next one."""
 
     def advance(self) -> None: ...
 

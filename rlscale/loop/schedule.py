@@ -37,12 +37,11 @@ def optimizer_steps(cfg: Config, steps: int) -> dict[str, int]:
 
 def unreached_learning_rates(models: Mapping[str, Engine]) -> list[str]:
     """What to say about learning rates of the trained models, by role, that a run never reaches."""
-    warmups = {role: warmup_steps(engine.optim, engine.total_steps) for role, engine in models.items() if engine.optim}
     return [
-        f"{role}.optim: the warm-up of {steps} optimizer steps is longer than the run ({models[role].total_steps}); "
-        f"the learning rate never reaches {models[role].optim.lr:g}"  # type: ignore[union-attr]
-        for role, steps in warmups.items()
-        if steps > models[role].total_steps
+        f"{role}.optim: the warm-up of {warmup} optimizer steps is longer than the run ({steps}); "
+        f"the learning rate never reaches {optim.lr:g}"
+        for role, optim, steps in ((role, engine.optim, engine.total_steps) for role, engine in models.items())
+        if optim and (warmup := warmup_steps(optim, steps)) > steps
     ]
 
 

@@ -17,39 +17,39 @@ from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import Config
 from rlscale.loop import report
-from rlscale.loop.exchange import sample
-from rlscale.loop.objectives import actor_loss, contributing_samples, critic_loss, current_logprobs
-from rlscale.loop.run import Run
+from rlscale.loop.objectives import actor_loss, contributing_samples, critic_loss, current_logprobs, need
+from rlscale.loop.run import GeneratingRun, Run
 from rlscale.loop.schedule import due, optimizer_steps, update_sizes
 from rlscale.observe.timers import Timers
 from rlscale.rollout.sampling import Sampling
+from rlscale.train.engine import Engine
 
 
-def train_step(run: Run, step: int) -> dict[str, float]:
+def train_step(run: GeneratingRun, step: int) -> dict[str, float]:
     """One step: sample, score, estimate advantages, update, hand the new weights to the engines.
 
     Raises:
         Stopped: the run was asked to stop while the step had only sampled; nothing has changed.
     """
     cfg, rollout, timers = run.cfg, run.rollout, Timers(run.device.synchronize, partial(run.phase, step))
+    critic = run.models.get("critic")
     with timers("step"):
         prompts = run.state.data.peek()
         with timers("gen"), run.generating():
-            trajectories = sample(run, prompts, train_sampling(cfg, step))
-        with run.training():
+            trajectories = run.sample(prompts, train_sampling(cfg, step))
+        with run.using(*run.models.values()):
             batch = pack(trajectories)
             check_scores(trajectories, step)
             metrics = _log_probs(run, batch, step, timers)
-            if run.critic is not None:
+            if critic is not None:
                 with timers("values"):
-                    batch.values = run.critic.values(batch)
+                    batch.values = critic.values(batch)
             run.watch.raise_if_stopped()  # from here on the step is finished
             with timers("adv"):
                 metrics |= advantages(run, batch)
-            if run.critic is not None:
-                with timers("update_critic"):
-                    metrics |= update_critic(run, batch, step)
-                    run.critic.release_device()
+            if critic is not None:
+                with timers("update_critic"), run.using(critic):
+                    metrics |= update_critic(run, critic, batch, step)
             trained = step > cfg.trainer.critic_warmup
             if trained:
                 with timers("update_actor"):
@@ -97,8 +97,8 @@ def compare_logprobs(cfg: Config, batch: PackedBatch, trainer: torch.Tensor, ste
     Raises:
         RuntimeError: its mean is above rollout.logprob_check_bound.
     """
-    assert batch.rollout_logprobs is not None
-    diff = (trainer - batch.rollout_logprobs).abs()[batch.mask != 0]
+    [engine] = need(batch, "rollout_logprobs")
+    diff = (trainer - engine).abs()[batch.mask != 0]
     mean, worst = float(diff.mean()), float(diff.max())
     bound = cfg.rollout.logprob_check_bound
     if not mean <= bound:
@@ -126,10 +126,9 @@ def _log_probs(run: Run, batch: PackedBatch, step: int, timers: Timers) -> dict[
         if check:
             metrics = compare_logprobs(cfg, batch, current, step)
         batch.old_logprobs = current if needed else None
-    if run.reference is not None:
-        with timers("ref"):
-            batch.ref_logprobs, _ = run.reference.logprobs(batch)
-            run.reference.release_device()
+    if (reference := run.models.get("reference")) is not None:
+        with timers("ref"), run.using(reference):
+            batch.ref_logprobs, _ = reference.logprobs(batch)
     return metrics
 
 
@@ -139,13 +138,13 @@ def advantages(run: Run, batch: PackedBatch) -> dict[str, float]:
     metrics: dict[str, float] = {}
     batch.token_rewards = place_rewards(batch.rewards, batch.mask, batch.cu_seqlens)
     if algo.use_kl_in_reward:
-        assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+        old, reference = need(batch, "old_logprobs", "ref_logprobs")
         controller = cast(FixedKL, run.state.parts["kl_controller"])
         coef = controller.coef
         batch.token_rewards, mean_kl = kl_in_reward(
             batch.token_rewards,
-            batch.old_logprobs,
-            batch.ref_logprobs,
+            old,
+            reference,
             batch.mask,
             batch.cu_seqlens,
             kind=algo.kl_penalty,
@@ -194,9 +193,8 @@ def update_actor(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
     return report.actor_metrics(records)
 
 
-def update_critic(run: Run, batch: PackedBatch, step: int) -> dict[str, float]:
+def update_critic(run: Run, critic: Engine, batch: PackedBatch, step: int) -> dict[str, float]:
     """Optimizer steps of the value model over its mini-batches."""
-    assert run.critic is not None
     minis = _mini_batches(run, batch, step, "critic", float(run.cfg.data.max_response_length))
-    records = [run.critic.update(mini, critic_loss(run.cfg.critic)) for mini in minis]
+    records = [critic.update(mini, critic_loss(run.cfg.critic)) for mini in minis]
     return report.critic_metrics(records, batch)

@@ -32,17 +32,12 @@ ECHO_S = 1.5  # the same signal within this time is the same request
 POLL_S = 0.5
 LIMIT = "trainer.max_time"
 _instances = itertools.count()  # alike on all ranks, as construction is collective
-FIRST_WORD_S = 8.0  # for a failed rank to print its message (up to 5 s later) before the others end
+FIRST_WORD_S = 8.0  # time for a failed rank to print its message (up to 5 s later) before the other ranks exit
 STALLED = re.compile(r"[Tt]imed? ?out|wait timeout")
 
 
 class Stopped(Exception):
     """The run was asked to stop; raised on every rank at the same point."""
-
-    @property
-    def by_limit(self) -> bool:
-        """Whether ``trainer.max_time`` asked for it."""
-        return str(self).startswith(LIMIT)
 
 
 class Watch:
@@ -62,7 +57,7 @@ class Watch:
         # a connection of its own: the main thread may hold the other one while it waits
         store = dist.distributed_c10d._get_default_store()
         self.store = dist.PrefixStore(f"rlscale/watch{next(_instances)}", store.clone())  # type: ignore[attr-defined]
-        self.reason: str | None = None  # why the run should stop, as far as this rank knows
+        self.reason: str | None = None  # why the run should stop, as far as this rank knows; others may not yet
         self._deadline: tuple[float, int] | None = None  # and when this process ends at the latest, with which code
         self._first: dict[int, float] = {}
         self._closed = threading.Event()
@@ -79,13 +74,12 @@ class Watch:
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         # a handler of Python's own must exist for the number to be written to the pipe; it has nothing to do
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        process.on_launcher_end = lambda: self.request("the launcher has ended", 128 + signal.SIGTERM)
+        process.follow_launcher(self._launcher_ended)
         threading.Thread(target=self._follow, daemon=True, name="watch").start()
 
     def close(self) -> None:
         """Back to the signals' former handlers; a run that has saved its state needs none any more."""
         self._closed.set()
-        process.on_launcher_end = process.leave
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_IGN if self._state_saved else handler)
         if self._pipe[0] >= 0:
@@ -95,11 +89,6 @@ class Watch:
     def state_saved(self) -> None:
         """The state is saved: a launcher that sends its signal once more does not cut short what is left to do."""
         self._state_saved = True
-
-    @property
-    def requested(self) -> bool:
-        """Whether this rank knows of a request to stop; others may not yet."""
-        return self.reason is not None
 
     def request(self, reason: str, code: int | None = None) -> None:
         """Ask the whole run to stop; with ``code`` this process ends with it when the grace period is over."""
@@ -112,7 +101,7 @@ class Watch:
 
     def raise_if_stopped(self) -> None:
         """Raise `Stopped` on every rank if any of them was asked to stop. Collective."""
-        flag = torch.tensor([int(self.requested)])
+        flag = torch.tensor([int(self.reason is not None)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.control)
         if not flag.item():
             return
@@ -145,7 +134,7 @@ class Watch:
         return None
 
     def report(self) -> str:
-        """What every rank was doing and for how long, one a line: for the message about a stalled collective."""
+        """What every rank was doing and for how long, one per line: for the message about a stalled collective."""
         lines = []
         for rank in range(self.world):
             try:
@@ -153,13 +142,19 @@ class Watch:
                 known = self._phase if rank == self.rank else None
                 if known is None and self.store.check([key]):
                     known = json.loads(self.store.get(key))
-                text = f"in {known[0]} since {time.time() - known[1]:.0f} s" if known else "unknown"
+                text = f"in {known[0]} for {time.time() - known[1]:.0f} s" if known else "unknown"
             except Exception:
                 text = "unknown (the store of rank 0 is gone)"
             lines.append(f"  rank {rank}: {text}")
         return "\n".join(lines)
 
-    # ---- the thread
+    # ---- the threads
+
+    def _launcher_ended(self) -> None:
+        if self._closed.is_set():
+            process.exit_with_launcher()
+        process.say(process.LAUNCHER_EXITED)
+        self.request("the launcher has exited", 128 + signal.SIGTERM)
 
     def _follow(self) -> None:
         while not self._closed.is_set():
@@ -172,18 +167,19 @@ class Watch:
                     self._look()
             limit = self.max_time_s
             if self.rank == 0 and limit is not None and time.monotonic() - self.since > limit:
-                self.request(f"{LIMIT} of {limit:g} s is over")
+                self.request(f"{LIMIT} of {limit:g} s has elapsed")
             with contextlib.suppress(Exception):
                 self._leave_the_failed()
             if self._deadline is not None and time.monotonic() > self._deadline[0]:
-                self._end(f"not done {self.grace_s:g} s after the request to stop", self._deadline[1])
+                late = f"has not finished {self.grace_s:g} s after the stop request (trainer.stop_grace_s)"
+                self._end(late, self._deadline[1])
 
     def _take(self, number: int) -> None:
         now = time.monotonic()
         first = self._first.setdefault(number, now)
         name, code = signal.Signals(number).name, 128 + number
         if now - first > ECHO_S and not self._state_saved:
-            self._end(f"{name} again", code)
+            self._end(f"received {name} a second time", code)
         self.request(f"{name} on rank {self.rank}", code)
 
     def _look(self) -> None:
@@ -203,5 +199,5 @@ class Watch:
     def _end(self, why: str, code: int) -> None:
         if self._closed.is_set():
             return
-        process.say(f"error: rank {self.rank}: {why}; this rank ends, the last checkpoint stands")
+        process.say(f"error: rank {self.rank}: {why}; this rank exits; the last checkpoint stays valid")
         os._exit(code)

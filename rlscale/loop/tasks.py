@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rlscale.cluster.device import Device
     from rlscale.config.schema import Config
     from rlscale.loop.configure import Checked
-    from rlscale.loop.run import Run
     from rlscale.train.engine import Engine
 
 
@@ -41,19 +40,19 @@ class Task:
         data: from configuration and tokenizer.
         models: by role, for a run of so many steps; the first is the one that is exported, and, in a task that
             generates, ``actor`` is the one that the engines get. Those with an optimizer are saved. Collective.
-        step: ``step(run, number)`` takes one step and returns its metrics. It raises `rlscale.loop.stopping.Stopped`
-            only while it has changed nothing.
+        step: ``step(run, number)`` takes one step of a `Run` (`GeneratingRun` if the task generates) and returns its
+            metrics. It raises `rlscale.loop.stopping.Stopped` only while it has changed nothing.
         validate: ``validate(run, number)`` returns the metrics of the held-out data.
         state: what else is saved, by its key in the checkpoint.
     """
 
     data: Callable[[Config, PreTrainedTokenizerBase], TaskData]
     models: Callable[[Checked, Device, int], dict[str, Engine]]
-    step: Callable[[Run, int], dict[str, float]]
-    validate: Callable[[Run, int], dict[str, float]]
+    step: Callable[[Any, int], dict[str, float]]
+    validate: Callable[[Any, int], dict[str, float]]
     state: Callable[[Config], dict[str, Stateful]] = lambda cfg: {}
 
 
-def load(name: str) -> Task:
+def load_task(name: str) -> Task:
     """The task of a name in `TASKS`; imports what its step needs."""
     return cast(Task, importlib.import_module(TASKS[name].module).TASK)

@@ -8,12 +8,11 @@ from collections import defaultdict
 from rlscale.algo.pass_at_k import best_at_k, majority_score
 from rlscale.batch.types import Trajectory
 from rlscale.loop import report
-from rlscale.loop.exchange import sample
-from rlscale.loop.run import Run
+from rlscale.loop.run import GeneratingRun
 from rlscale.rollout.sampling import Sampling
 
 
-def validate(run: Run, step: int) -> dict[str, float]:
+def validate(run: GeneratingRun, step: int) -> dict[str, float]:
     """Sample and score the held-out prompts: mean, best and majority by data source."""
     cfg, started = run.cfg, time.time()
     r = cfg.rollout
@@ -25,7 +24,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
         max_tokens=cfg.data.max_response_length,
         seed=cfg.trainer.seed,
     )
-    trajectories = sample(run, run.val.prompts, sampling)
+    trajectories = run.sample(run.val.prompts, sampling)
     metrics = validation_metrics(trajectories, r.val_n)
     metrics["timing_s/testing"] = time.time() - started
     run.writer.rollouts(step, [report.record(t) for t in trajectories], kind="val")

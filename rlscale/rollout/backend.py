@@ -1,7 +1,8 @@
 """What a run asks of the program that generates: a `Backend`, as the leader of one rollout group sees its engine.
 
-`Rollout` and `WeightSync` know nothing else of it, so that another program takes a folder beside ``vllm/`` and nothing
-more. Every method that fails raises RuntimeError with this rank in its message, unless it says otherwise.
+`Rollout` and `WeightSync` know nothing else of it: another program takes a folder beside ``vllm/`` and its place in
+`rlscale.rollout.program`. Every method that fails raises RuntimeError with this rank in its message, unless it says
+otherwise.
 """
 
 from __future__ import annotations

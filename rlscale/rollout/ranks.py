@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from rlscale.cluster.collective import raise_on_all
+from rlscale.cluster.collective import gather
+from rlscale.cluster.mesh import RolloutDims
 from rlscale.config.schema import RolloutConfig
 from rlscale.rollout.backend import Backend
 
@@ -27,17 +28,15 @@ class EngineError(RuntimeError):
 
 
 class RolloutRanks:
-    """Rollout groups of ``tensor_model_parallel_size`` consecutive ranks each; the first of a group is its leader.
+    """This rank among the rollout groups (`RolloutDims`).
 
     Attributes:
-        backend: the engine of a leader's group, given by `Rollout`; None on other ranks.
+        backend: the engine of a leader's group; None on other ranks.
         counter: an atomic counter that all ranks share.
     """
 
-    def __init__(self, cfg: RolloutConfig, device: Device):
-        self.rank, self.tp = device.rank, cfg.tensor_model_parallel_size
-        self.is_leader, self.replicas = device.rank % self.tp == 0, device.world // self.tp
-        self.backend: Backend | None = None
+    def __init__(self, cfg: RolloutConfig, device: Device, dims: RolloutDims, backend: Backend | None):
+        self.rank, self.dims, self.backend = device.rank, dims, backend
         self.control: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
         store: dist.Store = dist.HashStore()
@@ -45,8 +44,8 @@ class RolloutRanks:
             # groups over CPU, for waiting and short messages: NCCL would keep devices and cores busy while it waits
             limit = timedelta(seconds=max(cfg.request_timeout_s, cfg.start_timeout_s) + RPC_TIMEOUT_S)
             self.control = dist.new_group(backend="gloo", timeout=limit)
-            if self.tp > 1:
-                self.group, _ = dist.new_subgroups(self.tp, backend="gloo", timeout=limit)
+            if self.dims.tp > 1:
+                self.group, _ = dist.new_subgroups(self.dims.tp, backend="gloo", timeout=limit)
             store = dist.distributed_c10d._get_default_store()
         self.counter = dist.PrefixStore(f"rlscale/rollout{next(_instances)}", store)
 
@@ -72,9 +71,8 @@ class RolloutRanks:
         return result
 
     def raise_together(self, errors: list[Exception], what: str) -> None:
-        """Raise EngineError on every rank where one of them has errors. Collective."""
-
-        def failed(text: str) -> EngineError:
-            return EngineError(text if "rank " in text else f"{what} failed: {text}")
-
-        raise_on_all(errors, self.control, raised=failed)
+        """Raise EngineError on every rank where one of them has errors; the first of a rank counts. Collective."""
+        for text in gather(str(errors[0]) if errors else None, self.control):
+            if text is not None:
+                cause = errors[0] if errors else None
+                raise EngineError(text if "rank " in text else f"{what} failed: {text}") from cause

@@ -1,8 +1,8 @@
 """Generation and weight updates as all ranks of a run see them: `Rollout`.
 
 The leaders of the rollout groups (`rlscale.rollout.ranks`) claim the prompts of a step from a common counter, so that a
-slow engine holds nobody back, and all responses to one prompt come from one engine, which then computes the prompt
-once. The other ranks wait, without using their core.
+slow engine does not delay the others, and all responses to one prompt come from one engine, which then computes the
+prompt once. The other ranks wait, without using their core.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import torch
 
 from rlscale.batch.types import Trajectory
 from rlscale.cluster.collective import gather
+from rlscale.cluster.mesh import RolloutDims
 from rlscale.cluster.process import say
 from rlscale.config.schema import Config
 from rlscale.reshard.layout import Layout
 from rlscale.rollout.backend import Backend, Output
+from rlscale.rollout.program import new_backend
 from rlscale.rollout.ranks import EngineError, RolloutRanks
 from rlscale.rollout.sampling import Claims, Sampling, sample_seed
 from rlscale.rollout.trajectory import Sampler, sample_trajectory
-from rlscale.rollout.vllm.client import VllmBackend
 from rlscale.rollout.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -35,22 +36,26 @@ if TYPE_CHECKING:
     from rlscale.reward.pool import RewardPool
 
 POLL_S = 0.5  # between looks at whether generation should be broken off
-Weights = tuple[Layout, Mapping[str, torch.Tensor]]
+# what gives the trainer's weights: their layout over all ranks, and this rank's buffers by key, as in the layout
+Weights = Callable[[], tuple[Layout, Mapping[str, torch.Tensor]]]
 Sample = asyncio.Task[Trajectory]
 Missing = list[tuple[int, list[int]]]  # prompts by their place in the step, each with the numbers of samples it lacks
 
 
 class Rollout:
-    """All methods but `close` and `begin_start` are collective over the world.
+    """All methods but `close` are collective over the world.
 
     Args:
         device: this process; a world of one needs no process group.
         eos_ids: tokens that end a response; the one that did is its last token.
         tokenizer: decodes responses; without one, and without a pool, their texts are empty.
-        weights: the trainer's layout and tensors now, for an engine that is replaced; None: those of the last `sync`.
         interrupted: whether generation should be broken off.
         sample: samples one trajectory.
-        backend: a leader's engine, whose start may have begun; None: vLLM's.
+        backend: a leader's engine, whose start may have begun; None: a new one.
+
+    Attributes:
+        weights: of the last `sync`; None: the engines have those of ``model.path``.
+        restarts, resampled: engines replaced in this run, and samples that were lost with them.
     """
 
     def __init__(
@@ -60,44 +65,29 @@ class Rollout:
         eos_ids: list[int],
         tokenizer: Any = None,
         *,
-        weights: Callable[[], Weights] | None = None,
         interrupted: Callable[[], bool] | None = None,
         sample: Sampler = sample_trajectory,
         backend: Backend | None = None,
     ):
         self.cfg, self.device, self.eos_ids, self.tokenizer = cfg, device, tuple(eos_ids), tokenizer
-        self.weights, self.interrupted, self.sample = weights, interrupted or (lambda: False), sample
-        self.ranks = RolloutRanks(cfg.rollout, device)
-        self.is_leader = self.ranks.is_leader
-        if self.is_leader:
-            self.ranks.backend = backend or VllmBackend(cfg, device)
-        self.backend = self.ranks.backend
+        self.interrupted, self.sample = interrupted or (lambda: False), sample
+        dims = RolloutDims(cfg.rollout.tensor_model_parallel_size, device.world)
+        self.is_leader = dims.is_leader(device.rank)
+        self.backend = (backend or new_backend(cfg, device)) if self.is_leader else None
+        self.ranks = RolloutRanks(cfg.rollout, device, dims, self.backend)
         self.weight_sync = WeightSync(cfg.rollout, device, self.ranks)
         self.asleep = False
-        self.updated = False  # the engines have other weights than those of ``model.path``
-        self.calls = 0
-        self.restarts = self.resampled = 0  # engines replaced in this run, and samples that were lost with them
-        self.start_errors: list[Exception] = []
+        self.weights: Weights | None = None
+        self.calls = self.restarts = self.resampled = 0
 
     def start(self) -> None:
-        """Start every engine and learn what slices its workers need.
+        """Start every engine that has not begun to, wait for all, and learn what slices their workers need.
 
         Raises:
             RuntimeError: on every rank, when an engine cannot start.
         """
-        self.begin_start()
-        self.finish_start()
-
-    def begin_start(self) -> None:
-        """Begin to start this leader's engine, where memory allows it beside what comes next; not collective."""
         atexit.register(self.close)
-        self.ranks.attempt(self.start_errors, lambda engine: engine.begin_start())
-
-    def finish_start(self) -> None:
-        """Wait for the engines that have begun to start; raises as `start`."""
-        errors, self.start_errors = self.start_errors, []
-        self.ranks.attempt(errors, lambda engine: engine.finish_start())
-        self.ranks.raise_together(errors, "start")
+        self.ranks.together(_start, "start")
         self.weight_sync.describe()
 
     def generate(self, prompts: list[Prompt], sampling: Sampling, pool: RewardPool | None = None) -> list[Trajectory]:
@@ -127,9 +117,8 @@ class Rollout:
             except EngineError as error:
                 if not self._replace_lost(error):
                     break
-                if self.updated:
-                    assert self.weights is not None
-                    self.sync(*self.weights())
+                if self.weights is not None:
+                    self.sync(self.weights)
                 self.weight_sync.stale = False
             missing = self._still_missing(missing, finished)
         return sorted(finished, key=lambda t: (t.prompt_index, t.sample_index))
@@ -141,8 +130,8 @@ class Rollout:
         self.calls += 1
         claims, limit = self._claims(len(missing)), self.cfg.rollout.request_timeout_s
 
-        def work(engine: Backend) -> None:
-            engine.run(self._serve(engine, prompts, missing, sampling, pool, claims, finished), limit, "generation")
+        def work(backend: Backend) -> None:
+            backend.run(self._serve(backend, prompts, missing, sampling, pool, claims, finished), limit, "generation")
 
         self.ranks.together(work, "generation")
 
@@ -150,7 +139,8 @@ class Rollout:
         """With ``trainer.deterministic`` this replica's fixed share: who takes what must not depend on who is quick."""
         ranks, key = self.ranks, f"claims{self.calls}"
         if self.cfg.trainer.deterministic:
-            return Claims(ranks.counter, f"{key}/{ranks.rank}", range(ranks.rank // ranks.tp, total, ranks.replicas))
+            share = range(ranks.dims.replica(ranks.rank), total, ranks.dims.replicas)
+            return Claims(ranks.counter, f"{key}/{ranks.rank}", share)
         return Claims(ranks.counter, key, range(total))
 
     def _still_missing(self, missing: Missing, finished: list[Trajectory]) -> Missing:
@@ -162,7 +152,7 @@ class Rollout:
         return [(index, numbers) for index, numbers in rest if numbers]
 
     async def _serve(
-        self, engine: Backend, prompts: list[Prompt], missing: Missing, sampling: Sampling, pool: RewardPool | None,
+        self, backend: Backend, prompts: list[Prompt], missing: Missing, sampling: Sampling, pool: RewardPool | None,
         claims: Claims, finished: list[Trajectory],
     ) -> None:  # fmt: skip
         """Claim prompts and sample them until none is left; responses that are complete (and scored) are ``finished``.
@@ -172,13 +162,13 @@ class Rollout:
         this process. With ``trainer.deterministic`` it gets its share before it begins.
         """
         r, n = self.cfg.rollout, sampling.n
-        room = max(n, min(r.max_num_seqs + n, -(-len(missing) // self.ranks.replicas) * n))
+        room = max(n, min(r.max_num_seqs + n, -(-len(missing) // self.ranks.dims.replicas) * n))
         running: set[Sample] = set()
         scoring: list[asyncio.Task[None]] = []
 
         def begin(count: int) -> set[Sample]:
             return {
-                asyncio.create_task(self._sample(engine, prompts[index], index, i, sampling))
+                asyncio.create_task(self._sample(backend, prompts[index], index, i, sampling))
                 for index, numbers in (missing[claimed] for claimed in claims.take(count))
                 for i in numbers
             }
@@ -192,7 +182,7 @@ class Rollout:
 
         try:
             if self.cfg.trainer.deterministic:
-                running = await _all_at_once(engine, begin, len(missing))
+                running = await _all_at_once(backend, begin, len(missing))
             while not self.interrupted():
                 while len(running) + n <= room and not claims.exhausted:
                     running |= begin(max(1, min(r.prefetch_groups, (room - len(running)) // n)))
@@ -213,11 +203,13 @@ class Rollout:
                 unfinished.cancel()
             await asyncio.gather(*running, *scoring, return_exceptions=True)
 
-    async def _sample(self, engine: Backend, prompt: Prompt, index: int, number: int, sampling: Sampling) -> Trajectory:
+    async def _sample(
+        self, backend: Backend, prompt: Prompt, index: int, number: int, sampling: Sampling
+    ) -> Trajectory:
         asked = itertools.count()
 
         async def generate(token_ids: Sequence[int], params: Sampling) -> Output:
-            return await engine.generate(f"{self.calls}-{index}-{number}-{next(asked)}", token_ids, params)
+            return await backend.generate(f"{self.calls}-{index}-{number}-{next(asked)}", token_ids, params)
 
         trajectory = await self.sample(prompt, sampling, sample_seed(sampling.seed, index, number), generate)
         trajectory.prompt_index, trajectory.sample_index = index, number
@@ -225,15 +217,14 @@ class Rollout:
             trajectory.response_text = self.tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
         return trajectory
 
-    def sync(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    def sync(self, weights: Weights) -> dict[str, float]:
         """Hand the trainer's weights to the engines, and forget what they have cached under the old ones.
 
         Engines that died since the last update, or die in this one, are started again and take a whole update, up to
         ``rollout.engine_restarts`` times in a run.
 
         Args:
-            source: layout of the trainer's weights over all ranks.
-            tensors: this rank's buffers by key, as in the layout.
+            weights: the trainer's; asked again for an engine that is replaced later.
 
         Returns:
             ``rollout/sync_bytes`` that this rank's worker took over, ``rollout/sync_s``.
@@ -243,10 +234,8 @@ class Rollout:
             RuntimeError: on every rank, when a worker did not take everything, holds something else than the trainer
                 (``rollout.sync_verify``), or has died; `generate` then refuses to run.
         """
-        if self.weights is None:
-            self.weights = lambda: (source, tensors)
-        self.updated = True
-        started = time.perf_counter()
+        self.weights, started = weights, time.perf_counter()
+        source, tensors = weights()
         while True:
             try:
                 self.weight_sync.update(source, tensors)
@@ -254,7 +243,7 @@ class Rollout:
                 break
             except EngineError as error:
                 if not self._replace_lost(error):
-                    break  # the step's record is to be that of any other run
+                    break  # return normally: the interrupted step is recorded like any other
         taken = float(self.weight_sync.bytes_taken)
         return {"rollout/sync_bytes": taken, "rollout/sync_s": time.perf_counter() - started}
 
@@ -295,7 +284,7 @@ class Rollout:
         anyway, and to fault the cache's pages in again would cost more than they are worth.
         """
         if self.device.kind == "cuda" and not self.asleep:
-            self.ranks.together(lambda engine: engine.sleep(), "sleep")
+            self.ranks.together(lambda backend: backend.sleep(), "sleep")
             self.asleep = True
 
     def close(self) -> None:
@@ -306,22 +295,26 @@ class Rollout:
         self.weight_sync.source = self.weight_sync.transfer = None
 
 
-def _revive(engine: Backend) -> None:
-    if engine.alive:
-        engine.wake()  # all are to be in the same state
+def _start(backend: Backend) -> None:
+    backend.begin_start()
+    backend.finish_start()
+
+
+def _revive(backend: Backend) -> None:
+    if backend.alive:
+        backend.wake()  # all engines must be in the same state
     else:
-        engine.begin_start()
-        engine.finish_start()
+        _start(backend)
 
 
-async def _all_at_once(engine: Backend, begin: Callable[[int], set[Sample]], count: int) -> set[Sample]:
+async def _all_at_once(backend: Backend, begin: Callable[[int], set[Sample]], count: int) -> set[Sample]:
     """Begin with an engine that starts when it has everything, and has nothing cached.
 
     What it decodes together then follows from the requests alone, and with it the last bits of their log-probs.
     """
-    await engine.pause()
+    await backend.pause()
     tasks = begin(count)
-    while engine.waiting() < len(tasks) and not any(task.done() for task in tasks):
+    while backend.waiting() < len(tasks) and not any(task.done() for task in tasks):
         await asyncio.sleep(0)
-    await engine.resume()
+    await backend.resume()
     return tasks

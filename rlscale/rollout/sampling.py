@@ -1,9 +1,9 @@
 """How responses are drawn, and which replica draws which: seeds of the sample alone, claims through a counter.
 
 A sample's seed follows from the run's seed, the prompt's place in the step and the sample's number, so that it does not
-matter which engine takes it, when, or in what company. (Bit for bit this holds where the model's kernels are
-independent of the batch; in bf16 a near tie between two tokens may still fall differently. With
-``trainer.deterministic`` each replica has a fixed share instead, which it gets at once.)
+matter which engine takes it, when, or together with which other samples. (Bit for bit this holds where the model's
+kernels are independent of the batch; in bf16 a near tie between two tokens may still fall differently. With
+``trainer.deterministic`` each replica has a fixed share instead, which it receives in one batch.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Sampling:
     """Parameters of one call of `Rollout.generate`, and, with a seed of its own, of each request in it.
 
     Attributes:
-        n: responses to each prompt; a request is for one, whatever stands here.
+        n: responses to each prompt; a request is always for one response.
         temperature: 0 is greedy.
         top_p, top_k: nucleus and top-k truncation; 1 and -1 switch them off. Log-probs are those of the distribution
             that was sampled from, after temperature and truncation: with truncation they are at least the full

@@ -12,18 +12,19 @@ import contextlib
 import os
 import pickle
 from collections.abc import Mapping
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlscale.cluster.collective import gather
+from rlscale.cluster.process import shorten
 from rlscale.config.schema import RolloutConfig
 from rlscale.reshard import verify
 from rlscale.reshard.layout import Layout, rank_pieces_from_dicts
 from rlscale.reshard.plan import Copy, Plan
 from rlscale.reshard.plan import plan as make_plan
 from rlscale.reshard.transport import Transfer
-from rlscale.rollout.backend import Backend
 from rlscale.rollout.ranks import RolloutRanks
 
 if TYPE_CHECKING:
@@ -36,19 +37,21 @@ class WeightSync:
     Attributes:
         stale: the engines hold no valid weights: an update has not come to its end, or they have lost them.
         destination: what the engines' workers need, over the trainer ranks that share their devices.
+        bytes_taken: what an update brings to this rank's worker.
     """
 
     def __init__(self, cfg: RolloutConfig, device: Device, ranks: RolloutRanks):
         self.cfg, self.device, self.ranks = cfg, device, ranks
-        self.destination: Layout | None = None
+        self.destination = Layout({})
         self.dtypes: dict[str, torch.dtype] = {}
         self.source: Layout | None = None
         self.transfer: Transfer | None = None
         self.stale = self.verified = False
+        self.bytes_taken = 0
 
     def describe(self) -> None:
         """Learn what slices the workers of all engines need."""
-        described = self.ranks.together(lambda engine: engine.targets(), "asking the engine's workers") or []
+        described = self.ranks.together(lambda backend: backend.targets(), "asking the engine's workers") or []
         by_rank = [targets for of_leader in gather(described, self.ranks.control) for targets in of_leader]
         pieces = [{**target, "rank": rank} for rank, targets in enumerate(by_rank) for target in targets]
         self.dtypes = {target["name"]: getattr(torch, target["dtype"]) for target in pieces}
@@ -58,13 +61,6 @@ class WeightSync:
         """Some engines are new: plan and connect again, and compare the next update."""
         self.stale, self.verified, self.source, self.transfer = True, False, None, None
 
-    @property
-    def bytes_taken(self) -> int:
-        """Bytes that an update brings to this rank's worker."""
-        assert self.transfer is not None
-        plan, rank = self.transfer.plan, self.ranks.rank
-        return plan.received.get(rank, 0) + plan.local.get(rank, 0)
-
     def update(self, source: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
         """One whole update, compared if ``rollout.sync_verify`` says so; afterwards all engines are awake.
 
@@ -73,22 +69,16 @@ class WeightSync:
         """
         how = self.cfg.sync_verify
         checked = how == "always" or (how == "first" and not self.verified)
-        self._connect(source)
-        assert self.transfer is not None
-        transfer, self.stale = self.transfer, True
+        transfer, self.stale = self._connect(source), True
         errors: list[Exception] = []
-        attempt, workers = self.ranks.attempt, range(self.ranks.rank, self.ranks.rank + self.ranks.tp)
-        attempt(errors, lambda engine: engine.begin_update(checked))
+        attempt, workers = self.ranks.attempt, range(self.ranks.rank, self.ranks.rank + self.ranks.dims.tp)
+        attempt(errors, lambda backend: backend.begin_update(checked))
         for bucket in transfer.buckets(tensors):
             self.ranks.barrier()
             if any(transfer.plan.incoming(worker)[bucket.number] for worker in workers):
-
-                def take(engine: Backend, number: int = bucket.number) -> None:
-                    engine.take(number)
-
-                attempt(errors, take)
+                attempt(errors, methodcaller("take", bucket.number))
             self.ranks.barrier()
-        attempt(errors, lambda engine: engine.finish_update())
+        attempt(errors, lambda backend: backend.finish_update())
         self.ranks.raise_together(errors, "the weight update")
         if checked:
             self.compare(transfer.plan, tensors)
@@ -97,17 +87,16 @@ class WeightSync:
     def compare(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise EngineError on every rank where what a worker holds is not what the trainer has."""
         rank, control = self.ranks.rank, self.ranks.control
-        held = self.ranks.together(lambda engine: engine.checksums(), "asking for checksums") or []
+        held = self.ranks.together(lambda backend: backend.checksums(), "asking for checksums") or []
         sent = verify.add(gather(verify.expected(plan, rank, tensors), control))
         errors: list[Exception] = []
         for receiver, of_worker in enumerate(held, start=rank):
             expected = {name: n for (place, name), n in sent.items() if place == receiver}
             names = verify.differences(expected, of_worker)
             if names:
-                listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
                 errors.append(RuntimeError(
                     f"rank {receiver}: after the weight update the engine holds other weights than the trainer: "
-                    f"{len(names)} tensor(s) differ: {listed}"
+                    f"{len(names)} tensor(s) differ: {shorten(names)}"
                 ))  # fmt: skip
         self.ranks.raise_together(errors, "the weight update")
         self.verified = True
@@ -119,27 +108,28 @@ class WeightSync:
             ValueError: the source lacks a tensor that an engine needs, has one that no engine has a place for, or has
                 one in another shape.
         """
-        assert self.destination is not None, "the engines have not started"
         size, per_node = self.cfg.sync_bucket_mb * 2**20 * 2 // 3, self.device.local_world
         return make_plan(
             source, self.destination, dtype=self.dtypes, bucket_bytes=size, ranks_per_node=per_node, complete=True
         )
 
-    def _connect(self, source: Layout) -> None:
+    def _connect(self, source: Layout) -> Transfer:
         """Plan, and tell the workers where their buckets lie and what will be in them; once for a layout."""
-        if source == self.source:
-            return
+        if self.transfer is not None and source == self.source:
+            return self.transfer
         plan, rank = self.plan(source), self.ranks.rank
+        self.bytes_taken = plan.received.get(rank, 0) + plan.local.get(rank, 0)
         # with two, the next one is on its way while the worker reads this one; own copies are not on any way
         count, nbytes = 2 if sum(plan.received.values()) else 1, max(1, plan.buffer_bytes(rank))
         rounds = [[_entry(copy) for copy in copies] for copies in plan.incoming(rank)]
         with contextlib.ExitStack() as paths:  # what is mapped stays until both processes have unmapped it or ended
             memories = [shared_memory(nbytes, self.device.torch_device, paths) for _ in range(count)]
-            self.transfer = Transfer(plan, buffers=[buffer for buffer, _ in memories])
+            self.transfer = transfer = Transfer(plan, buffers=[buffer for buffer, _ in memories])
             mailbox = {"buffers": [address for _, address in memories], "rounds": rounds}
-            mailboxes = gather(mailbox, self.ranks.control)[rank : rank + self.ranks.tp]
-            self.ranks.together(lambda engine: engine.connect(mailboxes), "connecting the engine's workers")
+            mailboxes = gather(mailbox, self.ranks.control)[rank : rank + self.ranks.dims.tp]
+            self.ranks.together(lambda backend: backend.connect(mailboxes), "connecting the engine's workers")
         self.source = source
+        return transfer
 
 
 def _entry(copy: Copy) -> tuple[Any, ...]:

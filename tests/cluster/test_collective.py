@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from rlscale.cluster.collective import gather, on_each, on_first, raise_on_all
+from rlscale.cluster.collective import gather, on_each, on_first
 from tests import worlds
 
 
@@ -27,9 +27,7 @@ def _everything():
     acted = []
     return {
         "gather": gather(rank * 10),
-        "none": _message(lambda: raise_on_all([], raised=RuntimeError)),
-        "own": _message(lambda: raise_on_all([KeyError("k")][:rank], raised=lambda text: ValueError(f"w {text}"))),
-        "both": _message(lambda: raise_on_all([ValueError(f"rank {rank}")], raised=RuntimeError)),
+        "both": _message(lambda: on_each(lambda: _fail_on(rank))),
         "each": _message(lambda: on_each(lambda: rank + 1)),
         "each fails": _message(lambda: on_each(lambda: _fail_on(1), raised=ValueError, describe=lambda e: f"<{e}>")),
         "first": _message(lambda: on_first(lambda: acted.append(rank) or "answer")),
@@ -42,13 +40,11 @@ def test_two_ranks():
     zero, one = worlds.run(2, _everything)
     for of_rank in (zero, one):
         assert of_rank["gather"] == [0, 10]
-        assert of_rank["none"] == "returned None"
         assert of_rank["each"] == "returned [1, 2]"
         assert of_rank["first"] == "returned answer"
     assert (zero["acted"], one["acted"]) == ([0], [])
-    assert zero["own"] == "ValueError: w 'k' < None" and one["own"] == "ValueError: w 'k' < KeyError('k')"
-    assert zero["both"] == "RuntimeError: rank 0 < ValueError('rank 0')"
-    assert one["both"] == "RuntimeError: rank 0 < ValueError('rank 1')"
+    assert zero["both"] == "RuntimeError: disk full on 0 < OSError('disk full on 0')"
+    assert one["both"] == "RuntimeError: disk full on 0 < OSError('disk full on 1')"
     assert zero["each fails"] == "ValueError: <disk full on 1> < None"
     assert one["each fails"] == "ValueError: <disk full on 1> < OSError('disk full on 1')"
     assert zero["first fails"] == "ValueError: disk full on 0 < OSError('disk full on 0')"
@@ -61,4 +57,4 @@ def test_a_single_process_is_a_world_of_its_own():
     assert gather(3) == [3] == on_each(lambda: 3)
     assert on_first(lambda: 4) == 4
     with pytest.raises(ValueError, match="no"):
-        raise_on_all([OSError("no")], raised=ValueError)
+        on_each(lambda: int("no"), raised=ValueError)

@@ -12,7 +12,7 @@ import pytest
 from launchers.train import main
 from rlscale.data.tokenizers import load_tokenizer
 from rlscale.loop.configure import configure
-from rlscale.loop.tasks import load
+from rlscale.loop.tasks import load_task
 from rlscale.testing.models import tiny_model
 from tests.e2e.program import SCORERS, Ended, launch, small
 
@@ -85,7 +85,7 @@ def test_no_data_is_an_error(tmp_path: Path) -> None:
     values = [f"{key}={json.dumps(value)}" for key, value in with_data(tmp_path / "data.jsonl").items()]
     cfg = configure(YAML, values, 2).cfg
     with pytest.raises(ValueError, match="data.train is empty"):
-        load(cfg.task).data(cfg, load_tokenizer(cfg.model))
+        load_task(cfg.task).data(cfg, load_tokenizer(cfg.model))
 
 
 def test_scorer_that_always_raises_ends_the_run(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_a_stalled_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     ended = launch(tmp_path / "run", arranged, environment=fault, limit=120)
     assert ended.status not in (0, 75) and not ended.left, ended.output
     assert "what the ranks are doing" in ended.output
-    assert "rank 1: in update_actor of step 2 since" in ended.output
+    assert "rank 1: in update_actor of step 2 for" in ended.output
 
 
 @pytest.mark.parametrize("moment", [0.5, 4.0])  # before and after the engine is a process of its own, without load
@@ -35,5 +35,5 @@ def test_a_signal_while_engines_start_leaves_nothing_behind(tmp_path: Path, mome
         os.kill(ranks[0], signal.SIGTERM)
         ended = program.wait(limit=30)
     assert ended.status not in (0, 75) and not ended.left, ended.output
-    assert "error: rank 1: ended by a signal before the first step" in ended.output
+    assert "error: rank 1: stopped by a signal before the first step" in ended.output
     assert "Traceback" not in ended.output

@@ -152,7 +152,7 @@ def test_where_all_are_damaged_a_run_does_not_start_anew_by_itself(tmp_path: Pat
     path = make(tmp_path / "checkpoints", 1)
     (path / "run.json").unlink()
     for _ in (1, 2):
-        assert "no whole checkpoint is left" in found(tmp_path)
+        assert "no complete checkpoint is left" in found(tmp_path)
     assert found(tmp_path, resume_mode="disable") is None
 
 
@@ -163,7 +163,7 @@ def test_a_path_is_taken_or_refused(tmp_path: Path) -> None:
     elsewhere = found(tmp_path / "other", resume_mode="path", resume_from_path=str(root / "step_000002"))
     assert elsewhere == (2, []) and Store(root).steps() == [1, 2, 3]
     step, said = found(tmp_path, resume_mode="path", resume_from_path=str(root / "step_000002"))
-    assert step == 2 and said == ["later checkpoints are now step_000003.abandoned"]
+    assert step == 2 and said == ["later checkpoints were renamed to step_000003.abandoned"]
     assert Store(root).steps() == [1, 2]
     given = {"resume_mode": "auto", "resume_from_path": str(root / "step_000001")}
     assert found(tmp_path / "other", **given) == (1, [])  # while it has none of its own
@@ -208,5 +208,6 @@ def test_a_save_that_fails_ends_the_run_or_is_said(monkeypatch: pytest.MonkeyPat
                 action()
     assert any("WARNING: checkpoint" in line for line in said) is tolerant
     assert [line for line in said if "keep_best" in line] == [
-        "WARNING: trainer.keep_best: step 3 has no metric val/loss; a checkpoint without it is never the best"
+        "WARNING: trainer.keep_best: step 3 has no metric val/loss; "
+        "a checkpoint without it is not considered for keep_best"
     ]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlscale.config.schema import Config
+from rlscale.loop import driver
 from rlscale.loop.driver import Driver
 from rlscale.loop.schedule import optimizer_steps, unreached_learning_rates
 from rlscale.loop.stopping import Stopped
@@ -18,11 +19,11 @@ TASK: Any = None  # these tests take no step
 @pytest.mark.parametrize(
     "reason, steps, saved, said",
     [
-        ("SIGTERM on rank 1", 1, True, "the same command with trainer.resume_mode=auto goes on"),
+        ("SIGTERM on rank 1", 1, True, "resume with the same command and trainer.resume_mode=auto"),
         ("SIGTERM on rank 1", 0, False, "nothing is saved (no step was finished)"),
         ("SIGTERM on rank 1", 1, False, "nothing is saved (trainer.save_freq -1)"),
-        ("trainer.max_time of 5 s is over", 1, True, "the same command with trainer.resume_mode=auto goes on"),
-        ("trainer.max_time of 5 s is over", 0, True, None),  # started again and again, it would never get anywhere
+        ("trainer.max_time of 5 s has elapsed", 1, True, "resume with the same command and trainer.resume_mode=auto"),
+        ("trainer.max_time of 5 s has elapsed", 0, True, None),  # a limit this short never lets a step finish
     ],
 )
 def test_how_a_stop_ends(
@@ -44,11 +45,39 @@ def test_how_a_stop_ends(
 
     monkeypatch.setattr(Driver, "steps", stop)
     if said is None:
-        with pytest.raises(RuntimeError, match="max_time of 5 s is over before a step was finished"):
+        with pytest.raises(RuntimeError, match="max_time of 5 s has elapsed before a step was finished"):
             Driver(run, TASK).run_until_stopped()
     else:
         assert Driver(run, TASK).run_until_stopped() == reason
         assert lines == [f"stopped: {reason}; {said}"]
+
+
+@pytest.mark.parametrize(
+    "error, first, ends",
+    [
+        (ValueError("data"), 0, ValueError("data")),  # all ranks find it: the exit code is that of a mistake
+        (KeyError("x"), None, KeyError("x")),
+        (KeyError("x"), 0, RuntimeError("rank 0 has failed; then this rank with KeyError: 'x'")),
+    ],
+)
+def test_how_a_failure_ends(
+    error: Exception, first: int | None, ends: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error.add_note("what the ranks are doing")
+    calls: list[str] = []
+    watch = SimpleNamespace(start=lambda: calls.append("start"), failed=lambda _: first)
+    run = SimpleNamespace(watch=watch, models={}, close=lambda: calls.append("close"))
+
+    def fail(_: Driver) -> None:
+        raise error
+
+    monkeypatch.setattr(driver, "build", lambda *_: run)
+    monkeypatch.setattr(Driver, "run_until_stopped", fail)
+    checked: Any = SimpleNamespace(cfg=Config())
+    with pytest.raises(type(ends)) as caught:
+        driver.train(checked, TASK, 0.0, None, lambda: calls.append("watching"))
+    assert str(caught.value) == str(ends) and caught.value.__notes__ == ["what the ranks are doing"]
+    assert calls == ["start", "watching", "close"]
 
 
 def test_the_record_is_on_the_disk_before_the_checkpoint_says_so() -> None:

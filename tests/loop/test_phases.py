@@ -14,7 +14,7 @@ from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, DataConf
 from rlscale.loop import report
 from rlscale.loop import step as module
 from rlscale.loop.rl import state
-from rlscale.loop.run import Run
+from rlscale.loop.run import GeneratingRun
 from rlscale.loop.run_state import RunState
 from rlscale.loop.stopping import Stopped
 from rlscale.observe.progress import Progress
@@ -95,7 +95,7 @@ def steps(
     data: Any = SimpleNamespace(peek=lambda: [0, 1], advance=lambda: log.append("advance"))
     models: Any = {role: Model(role, log) for role in ("actor", "reference", "critic")}
     none: Any = None
-    run = Run(
+    run = GeneratingRun(
         cfg=cfg,
         device=SimpleNamespace(synchronize=lambda: None, rank=0),  # type: ignore[arg-type]
         started=0.0,
@@ -104,7 +104,7 @@ def steps(
         state=RunState(data, state(cfg)),
         val=None,
         models=models,
-        engines=rollout,
+        rollout=rollout,
         pool=None,
         writer=none,
         progress=Progress(count, rank=1),

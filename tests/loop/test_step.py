@@ -13,11 +13,12 @@ from rlscale.algo.reward_shaping import place_rewards
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
 from rlscale.config.schema import ActorConfig, AlgorithmConfig, Config, KLControlConfig
-from rlscale.loop.exchange import exchange
 from rlscale.loop.objectives import actor_loss, contributing_samples, current_logprobs
 from rlscale.loop.rl import state
+from rlscale.loop.run import GeneratingRun
 from rlscale.loop.step import advantages, check_scores, compare_logprobs
 from rlscale.loop.validation import validation_metrics
+from rlscale.rollout.sampling import Sampling
 from rlscale.testing.batches import random_batch
 
 
@@ -178,14 +179,19 @@ def test_validation_by_source_with_ties_split() -> None:
     assert tied["val/s0/maj@2"] == 0.5
 
 
-def solo_exchange(count: int) -> int:
-    return len(exchange([trajectory(0, i, [1], 0.0) for i in range(count)], 2))
+def solo_sample(count: int) -> int:
+    share = [trajectory(0, i, [1], 0.0) for i in range(count)]
+    run: Any = SimpleNamespace(
+        rollout=SimpleNamespace(generate=lambda *_: share), pool=None,
+        watch=SimpleNamespace(raise_if_stopped=lambda: None),
+    )  # fmt: skip
+    return len(GeneratingRun.sample(run, [None], Sampling(n=2)))  # type: ignore[list-item]
 
 
 @pytest.mark.world
-def test_exchange_refuses_a_wrong_number() -> None:
+def test_a_wrong_number_of_responses_is_an_error() -> None:
     from tests import worlds
 
-    assert worlds.run(1, solo_exchange, 2) == [2]
+    assert worlds.run(1, solo_sample, 2) == [2]
     with pytest.raises(RuntimeError, match="3 responses, expected 2"):
-        worlds.run(1, solo_exchange, 3)
+        worlds.run(1, solo_sample, 3)

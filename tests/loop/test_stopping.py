@@ -47,13 +47,13 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(number: int) -> None:
     assert 5 < steps < 500
     assert (steps, reason) == other[:2]
     assert reason == f"{signal.Signals(number).name} on rank 1"
-    assert len(where) == 2 and all(f"rank {rank}: in step {steps - 1} since" in where[rank] for rank in (0, 1))
+    assert len(where) == 2 and all(f"rank {rank}: in step {steps - 1} for" in where[rank] for rank in (0, 1))
 
 
 def test_a_limit_of_time_stops_all() -> None:
     (steps, reason, _), other = worlds.run(2, stopped, None, 0.5)
     assert 5 < steps < 500 and (steps, reason) == other[:2]
-    assert reason == "trainer.max_time of 0.5 s is over"
+    assert reason == "trainer.max_time of 0.5 s has elapsed"
 
 
 def failing() -> list[int | None]:
@@ -111,7 +111,8 @@ def test_a_rank_that_does_not_stop_is_ended(grace: float, again: bool, reader: b
                 process.send_signal(signal.SIGTERM)
             assert process.wait(30) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
             if reader:
-                assert ("SIGTERM again" if again else "after the request") in process.stderr.read()
+                said = "received SIGTERM a second time" if again else "after the stop request"
+                assert said in process.stderr.read()
         finally:
             process.kill()
 

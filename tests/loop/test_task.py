@@ -11,7 +11,7 @@ from typing import Any
 from rlscale.algo.segments import segment_sum
 from rlscale.batch.types import PackedBatch, Trajectory, pack
 from rlscale.batch.weights import loss_weights
-from rlscale.config import schema
+from rlscale.config import read, save, schema
 from rlscale.config.schema import Config, ModelConfig, SourceConfig, TaskEntry
 from rlscale.data.dataset import PromptData
 from rlscale.loop.tasks import Task, TaskData
@@ -76,16 +76,14 @@ def validate(run: Any, number: int) -> dict[str, float]:
 TASK = Task(data, models, step, validate, lambda cfg: {"mean": Mean()})
 
 
-def run_task(folder: str) -> str | None:
+def run_task(file: str, folder: str) -> str | None:
     from rlscale.cluster.device import init_distributed
     from rlscale.loop.configure import Checked
     from rlscale.loop.driver import train
 
     schema.TASKS["next_token"] = TaskEntry(__name__, generates=False)
-    cfg = Config(task="next_token", model=ModelConfig(path=tiny_model("llama"), dtype="float32"))
-    cfg.data.train, cfg.data.max_prompt_length = [SourceConfig(task="addition", size=20)], 128
-    cfg.actor.optim.lr = 1e-3
-    cfg.trainer.run_dir, cfg.trainer.resume_mode, cfg.trainer.total_training_steps = folder, "auto", 4
+    cfg, misread = read(file, [f"trainer.run_dir={folder}"])
+    assert not misread
     try:
         return train(Checked(cfg, ModelSpec.from_hf(cfg.model.path), None, "cpu"), init_distributed("cpu"), 0.0)
     finally:
@@ -94,11 +92,17 @@ def run_task(folder: str) -> str | None:
 
 
 def test_a_task_without_rollout_is_stopped_and_resumed(tmp_path: Path) -> None:
+    cfg = Config(task="next_token", model=ModelConfig(path=str(tiny_model("llama")), dtype="float32"))
+    cfg.data.train, cfg.data.max_prompt_length = [SourceConfig(task="addition", size=20)], 128
+    cfg.actor.optim.lr = 1e-3
+    cfg.trainer.resume_mode, cfg.trainer.total_training_steps = "auto", 4
+    file = str(tmp_path / "run.yaml")
+    save(cfg, file)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert worlds.run(2, run_task, str(whole), timeout=300.0) == [None] * 2
-    assert worlds.run(2, run_task, str(stopped), timeout=300.0) == ["SIGTERM on rank 1"] * 2
+    assert worlds.run(2, run_task, file, str(whole), timeout=300.0) == [None] * 2
+    assert worlds.run(2, run_task, file, str(stopped), timeout=300.0) == ["SIGTERM on rank 1"] * 2
     assert not (stopped / "export").exists()
-    assert worlds.run(2, run_task, str(stopped), timeout=300.0) == [None] * 2
+    assert worlds.run(2, run_task, file, str(stopped), timeout=300.0) == [None] * 2
     records, resumed = (
         [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (whole, stopped)
     )

@@ -78,13 +78,13 @@ def rollout_of(layout: str, run_dir: str, untouched: bool = False) -> Any:
     kept = _rollouts.get(layout)
     if kept is not None:
         usable = kept.backend is None or kept.backend.alive
-        if all(gather(usable and not (untouched and kept.updated), kept.ranks.control)):
+        if all(gather(usable and not (untouched and kept.weights), kept.ranks.control)):
             kept.cfg.rollout.__dict__.update(vars(configuration(layout, model(layout, 0), run_dir).rollout))
             kept.cfg.trainer.deterministic = False
             kept.restarts = kept.resampled = 0
             kept.interrupted, kept.sample, kept.tokenizer = lambda: False, sample_trajectory, None
             if kept.weight_sync.stale:
-                kept.sync(*weights(layout, 0))
+                kept.sync(lambda: weights(layout, 0))
             return kept
     rollout = new_rollout(layout, run_dir)
     rollout.start()
@@ -120,7 +120,7 @@ def generate(layout: str, run_dir: str, given: int | None, untouched: bool = Fal
 
     rollout = rollout_of(layout, run_dir, untouched)
     if given is not None:
-        metrics = rollout.sync(*weights(layout, given))
+        metrics = rollout.sync(lambda: weights(layout, given))
         assert metrics["rollout/sync_bytes"] > 0
     return rollout.generate(prompts(PROMPTS), Sampling(**{"n": 1, "max_tokens": 16, **sampling}))
 

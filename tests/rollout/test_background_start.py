@@ -20,14 +20,14 @@ def start_in_the_background(run_dir: str) -> tuple[bool, list[int]]:
     rollout = new_rollout("replicas", run_dir)
     try:
         before = state_of_process()
-        rollout.begin_start()
+        rollout.backend.begin_start()
         assert rollout.backend is not None and not rollout.backend.alive
         kept = state_of_process() == before
         abandoned = [process.pid for process in rollout.backend._started()]
         rollout.close()
-        rollout.begin_start()
+        rollout.backend.begin_start()
         kept &= state_of_process() == before
-        rollout.finish_start()
+        rollout.start()
         assert kept and len(rollout.generate(prompts(PROMPTS), Sampling(n=1, max_tokens=4))) <= len(PROMPTS)
         return kept, abandoned
     except BaseException:

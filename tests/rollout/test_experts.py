@@ -40,7 +40,7 @@ def sync_and_compare(run_dir: str, rollout_tp: int, first: str, *folders: str) -
             layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)
             spec = ModelSpec.from_hf(folder)
             trainer = Engine("actor", spec, folder, layout, None, Batching(), device, dtype=torch.float32)
-            rollout.sync(trainer.layout, trainer.tensors())
+            rollout.sync(lambda trainer=trainer: (trainer.layout, trainer.tensors()))
             mine = rollout.generate(prompts(PROMPTS), Sampling(n=2, max_tokens=16, temperature=1.0, seed=3))
             shares: list[Any] = [None] * device.world
             torch.distributed.all_gather_object(shares, mine)

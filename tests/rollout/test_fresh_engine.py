@@ -81,7 +81,7 @@ def updated_then_fresh(old: str, new: str, tied: bool, tp: int, run_dir: str) ->
     first = engine(old)
     try:
         before = generated(first)
-        first.sync(layout, shards)
+        first.sync(lambda: (layout, shards))
         after = generated(first)
     finally:
         first.close()

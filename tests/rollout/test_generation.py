@@ -60,7 +60,7 @@ def one_engine_takes_all(run_dir: str, given: int | None, taker: int, **sampling
 
     rollout = rollout_of("replicas", run_dir)
     if given is not None:
-        rollout.sync(*weights("replicas", given))
+        rollout.sync(lambda: weights("replicas", given))
     serve = rollout._serve
 
     async def late(*args: Any) -> list[Any]:
@@ -204,7 +204,7 @@ def generate_in_turns(run_dir: str) -> Any:
     from rlscale.rollout.sampling import Sampling
 
     rollout = rollout_of("replicas", run_dir)
-    rollout.sync(*weights("replicas", 1))
+    rollout.sync(lambda: weights("replicas", 1))
 
     async def agent(prompt: Any, sampling: Any, seed: int, generate: Any) -> Any:
         first = await generate(prompt.token_ids, replace(sampling, seed=seed, stop_token_ids=(7,)))

@@ -16,7 +16,7 @@ from rlscale.testing.models import make_spec
         (make_spec(value_head=True), 1, "cpu", "model.path: the model has a value head"),
         (make_spec(architecture="Qwen2ForCausalLM", heads=8, head_dim=2, hidden=8), 1, "cpu", "vLLM's Qwen2 ignores"),
         (make_spec(architecture="MixtralForCausalLM", experts=4, expert_ffn=6, hidden=32), 4, "cpu", "width 6"),
-        (make_spec(architecture="MixtralForCausalLM", experts=2, expert_ffn=8, hidden=32), 4, "cpu", "is more than"),
+        (make_spec(architecture="MixtralForCausalLM", experts=2, expert_ffn=8, hidden=32), 4, "cpu", "exceeds the"),
         (make_spec(architecture="MixtralForCausalLM", experts=2, expert_ffn=8, hidden=48), 1, "cpu", "multiple of 32"),
         (make_spec(architecture="MixtralForCausalLM", experts=2, expert_ffn=8, hidden=48), 1, "cuda", ""),
         (make_spec(), 2, "cpu", ""),

@@ -99,7 +99,7 @@ def test_a_lost_engine_is_replaced_and_only_what_was_unfinished_is_sampled_again
 def sync_while_dying(run_dir: str) -> tuple[str, float]:
     """The engine of rank 1 is killed between two buckets; the next update finds it dead and starts a new one."""
     rollout = rollout_of("replicas", run_dir)
-    rollout.sync(*weights("replicas", 0))
+    rollout.sync(lambda: weights("replicas", 0))
     transfer = rollout.weight_sync.transfer
     fill = transfer.buckets
 
@@ -112,11 +112,11 @@ def sync_while_dying(run_dir: str) -> tuple[str, float]:
     transfer.buckets = faulty
     started = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
-        rollout.sync(*weights("replicas", 1))
+        rollout.sync(lambda: weights("replicas", 1))
     took = time.monotonic() - started
     transfer.buckets = fill
     rollout.cfg.rollout.engine_restarts = 1
-    rollout.sync(*weights("replicas", 1))
+    rollout.sync(lambda: weights("replicas", 1))
     assert rollout.restarts == 1
     return str(caught.value), took
 

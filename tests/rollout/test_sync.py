@@ -135,7 +135,7 @@ def checks(how: str) -> list[int]:
 
         rollout.weight_sync.compare = counted
         for _ in range(3):
-            rollout.sync(layout, mine)
+            rollout.sync(lambda: (layout, mine))
             assert holds_everything(rollout)
             counts.append(compared[0])
         assert rollout.weight_sync.transfer.plan.rounds > 3
@@ -150,7 +150,7 @@ def test_updates_are_compared_as_often_as_asked(how: str, counts: list[int]) -> 
 def flipped(how: str) -> tuple[str, bool]:
     """A bit of the second bucket of rank 1 is wrong in the second update."""
     with rollout_with(sync_verify=how) as (rollout, layout, mine):
-        rollout.sync(layout, mine)
+        rollout.sync(lambda: (layout, mine))
         fill = rollout.weight_sync.transfer.buckets
 
         def faulty(tensors: Any) -> Any:
@@ -161,7 +161,7 @@ def flipped(how: str) -> tuple[str, bool]:
 
         rollout.weight_sync.transfer.buckets = faulty
         try:
-            rollout.sync(layout, mine)
+            rollout.sync(lambda: (layout, mine))
             return "", holds_everything(rollout)
         except RuntimeError as error:
             assert rollout.weight_sync.stale and not rollout.restarts
@@ -179,11 +179,11 @@ def test_a_flipped_bit_is_found_by_the_comparison_alone() -> None:
 def dying(during: str, allowed: int) -> tuple[str, int, bool]:
     """The engine of rank 1 dies in the second update."""
     with rollout_with(sync_verify="always", engine_restarts=allowed) as (rollout, layout, mine):
-        rollout.sync(layout, mine)
+        rollout.sync(lambda: (layout, mine))
         if rollout.device.rank == 1:
             rollout.backend.die_in = during
         try:
-            rollout.sync(layout, mine)
+            rollout.sync(lambda: (layout, mine))
             message = ""
         except RuntimeError as error:
             message = str(error)

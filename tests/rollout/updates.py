@@ -30,10 +30,10 @@ def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
     name = "model.layers.1.mlp.up_proj.weight"
     if how == "source":
         with pytest.raises(ValueError) as caught:
-            rollout.sync(*weights(layout, 1, without=name))
+            rollout.sync(lambda: weights(layout, 1, without=name))
         return str(caught.value)
     source, tensors = weights(layout, 1)
-    rollout.sync(source, tensors)
+    rollout.sync(lambda: (source, tensors))
     source, tensors = weights(layout, 1)  # another object with the same content: the plan stays
     rollout.weight_sync.source = None
     update = rollout.weight_sync
@@ -48,7 +48,7 @@ def sync_incomplete(layout: str, run_dir: str, how: str) -> str:
     update.plan = faulty
     try:
         with pytest.raises(RuntimeError) as caught:
-            rollout.sync(source, tensors)
+            rollout.sync(lambda: (source, tensors))
         with pytest.raises(RuntimeError, match="no valid weights"):
             rollout.generate(prompts(PROMPTS), Sampling(n=1))
     finally:
@@ -68,7 +68,7 @@ def sync_with_a_flipped_bit(layout: str, run_dir: str, verify: str) -> str:
     from rlscale.rollout.sampling import Sampling
 
     rollout = rollout_of(layout, run_dir)
-    rollout.sync(*weights(layout, 1))
+    rollout.sync(lambda: weights(layout, 1))
     before, rollout.cfg.rollout.sync_verify = rollout.cfg.rollout.sync_verify, verify
     transfer = rollout.weight_sync.transfer
     fill = transfer.buckets
@@ -84,10 +84,10 @@ def sync_with_a_flipped_bit(layout: str, run_dir: str, verify: str) -> str:
     hit = transfer.plan.incoming(1)[0][-1].destination.name
     try:
         if verify == "off":
-            rollout.sync(*weights(layout, 1))
+            rollout.sync(lambda: weights(layout, 1))
             return ""
         with pytest.raises(RuntimeError) as caught:
-            rollout.sync(*weights(layout, 1))
+            rollout.sync(lambda: weights(layout, 1))
         with pytest.raises(RuntimeError, match="no valid weights"):
             rollout.generate(prompts(PROMPTS), Sampling(n=1))
     finally:

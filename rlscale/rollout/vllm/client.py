@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from rlscale.cluster.device import Device, launched_as
+from rlscale.cluster.device import Device
 from rlscale.config.schema import Config
 from rlscale.rollout.backend import Output
 from rlscale.rollout.ranks import RPC_TIMEOUT_S
@@ -48,14 +48,15 @@ class VllmBackend:
         self.cfg, self.device = cfg, device
         self.log = Path(cfg.trainer.run_dir) / "engines" / f"rank_{device.rank}.log"  # what the engine prints
         self.loop = asyncio.new_event_loop()
-        self.engine: Any = None
+        self.llm: Any = None
         self.before: set[Any] = set()  # children of this process that are not the engine's
         # set when the start has ended; a thread's own join() takes it for ended when a signal interrupts (bpo-45274)
         self.starting: threading.Event | None = None
         self.start_error: BaseException | None = None
         self.processes: list[Any] = []
         self.shared: set[Path] = set()  # what the engine's processes share in /dev/shm
-        self.stalled = self.asleep = False  # it did not answer in time; its memory has been given back
+        self.stalled = False  # it did not answer in time
+        self.asleep: set[str] = set()  # what of its memory has been given back
 
     def begin_start(self) -> None:
         """On CPU, start the engine's processes; a thread waits for them. They inherit variables and standard output
@@ -70,7 +71,7 @@ class VllmBackend:
         if self.starting is not None:  # it has begun before
             return
         self.close()
-        self.loop, self.start_error, self.stalled, self.asleep = asyncio.new_event_loop(), None, False, False
+        self.loop, self.start_error, self.stalled, self.asleep = asyncio.new_event_loop(), None, False, set()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.before = set(multiprocessing.active_children())
         if self.device.kind == "cpu":
@@ -150,13 +151,13 @@ class VllmBackend:
                 importlib.import_module(module)
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM has just set it to spawn
         with lifeline.forks() if forked else contextlib.nullcontext():
-            self.engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            self.llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
     async def _warm_up(self) -> None:
-        """What fails only when tokens are generated (an unsupported head size) shall fail now."""
+        """Generate two tokens, so that an error that only generation shows appears at start-up."""
         await self.generate("warm-up", [0, 0, 0], Sampling(n=1, max_tokens=2))
-        await self.engine.reset_prefix_cache()
-        await self.engine.collective_rpc("rlscale_unlink_shared_memory")
+        await self.llm.reset_prefix_cache()
+        await self.llm.collective_rpc("rlscale_unlink_shared_memory")
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
         """Run ``work`` to its end.
@@ -202,19 +203,19 @@ class VllmBackend:
             ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )  # fmt: skip
-        async for answer in self.engine.generate(tokens_input(token_ids), of_vllm, request_id=request):
+        async for answer in self.llm.generate(tokens_input(token_ids), of_vllm, request_id=request):
             output = answer.outputs[0]
         return Output(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason or "abort")
 
     async def pause(self) -> None:
-        await self.engine.pause_generation(mode="keep", clear_cache=True)
+        await self.llm.pause_generation(mode="keep", clear_cache=True)
 
     def waiting(self) -> int:
         # a request counts from when it is on its way to the engine, which reads its requests in their order
-        return self.engine.get_num_unfinished_requests()
+        return self.llm.get_num_unfinished_requests()
 
     async def resume(self) -> None:
-        await self.engine.resume_generation()
+        await self.llm.resume_generation()
 
     def targets(self) -> list[list[dict[str, Any]]]:
         return self._workers("targets")
@@ -223,8 +224,7 @@ class VllmBackend:
         self._workers("connect", mailboxes)
 
     def begin_update(self, verify: bool) -> None:
-        if self.asleep:
-            self._call("wake_up", ["weights"])
+        self._wake("weights")
         self._workers("begin_update", verify)
 
     def take(self, bucket: int) -> None:
@@ -232,26 +232,27 @@ class VllmBackend:
 
     def finish_update(self) -> None:
         self._workers("finish_update")
-        if self.asleep:
-            self._call("wake_up", ["kv_cache"])
+        self._wake("kv_cache")
         if not self._call("reset_prefix_cache"):
             raise RuntimeError("the prefix cache could not be reset")
-        self.asleep = False
 
     def checksums(self) -> list[dict[str, int]]:
         return self._workers("checksums")
 
     def sleep(self) -> None:
         self._call("sleep", 2)
-        self.asleep = True
+        self.asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
-        if self.asleep:
-            self._call("wake_up")
-            self.asleep = False
+        self._wake("weights", "kv_cache")
+
+    def _wake(self, *tags: str) -> None:
+        if asleep := [tag for tag in tags if tag in self.asleep]:
+            self._call("wake_up", asleep)
+            self.asleep -= set(asleep)
 
     def _call(self, method: str, *args: Any, what: str = "") -> Any:
-        return self.run(getattr(self.engine, method)(*args), RPC_TIMEOUT_S, what or method.replace("_", " "))
+        return self.run(getattr(self.llm, method)(*args), RPC_TIMEOUT_S, what or method.replace("_", " "))
 
     def _workers(self, method: str, *args: Any) -> list[Any]:
         """What a method of `rlscale.rollout.vllm.worker.ShardWriter` returns on every worker."""
@@ -265,7 +266,7 @@ class VllmBackend:
     @property
     def alive(self) -> bool:
         """Whether the engine can be called."""
-        called = self.engine is not None and not self.engine.errored and not self.stalled
+        called = self.llm is not None and not self.llm.errored and not self.stalled
         return called and all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
@@ -274,11 +275,11 @@ class VllmBackend:
             self._kill()
             if self.starting.wait(SPAWN_POLL_S):
                 self.starting, self.processes = None, self._started()
-        engine, self.engine = self.engine, None
+        llm, self.llm = self.llm, None
         members = self._family()
-        if engine is not None:
+        if llm is not None:
             with contextlib.suppress(Exception), redirected(self.log):
-                engine.shutdown(timeout=EXIT_TIMEOUT_S)
+                llm.shutdown(timeout=EXIT_TIMEOUT_S)
         if not self.loop.is_closed():
             with contextlib.suppress(Exception):
                 pending = asyncio.all_tasks(self.loop)
@@ -316,13 +317,3 @@ class VllmBackend:
             with contextlib.suppress(OSError):
                 return last_error(self.log.read_text(errors="replace")) or text
         return text
-
-
-def start_early(cfg: Config, kind: str) -> VllmBackend | None:
-    """Begin to start this rank's engine before it joins the others, where that saves time: on CPU, on leaders."""
-    device = launched_as(kind)
-    if kind != "cpu" or device.rank % cfg.rollout.tensor_model_parallel_size:
-        return None
-    backend = VllmBackend(cfg, device)
-    backend.begin_start()
-    return backend

@@ -1,8 +1,8 @@
 """A decoding step on CPU without detours; imported in vLLM's workers there.
 
-With one core an engine's step is matrix products to two thirds; of the rest, what vLLM's CPU backend leaves to
-sequences of plain torch operations (norms, the gated activation) or to noise for the whole vocabulary (sampling) is
-replaced here, through vLLM's registry of out-of-tree operators where there is one. Results are the same up to rounding.
+On one core two thirds of a decoding step are matrix products. This module replaces most of the rest: operations that
+vLLM's CPU backend runs as sequences of torch calls (norms, gated activation), and noise for the whole vocabulary
+(sampling), through vLLM's registry of out-of-tree operators where there is one. Results are the same up to rounding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drawing tokens on CPU with one random number a row.
+"""Drawing tokens on CPU with one random number per row.
 
 Gumbel-max sampling needs noise for every token of the vocabulary, which on a CPU core costs about a tenth of a small
 model's decoding step. Inverting the cumulative distribution needs one uniform number, the sums of blocks of

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -60,6 +61,7 @@ def _forked() -> None:
     global _forking
     if _forking is None or _forking[0] != threading.get_ident():
         return
+    signal.set_wakeup_fd(-1)  # or its signals would be written to the trainer's pipe
     import torch
 
     (_, lifeline), _forking = _forking, None

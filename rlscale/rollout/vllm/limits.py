@@ -20,13 +20,13 @@ def violations(cfg: Config, spec: ModelSpec, device_kind: str) -> list[str]:
     if spec.experts and (spec.expert_ffn % tp or spec.experts < tp):
         out.append(
             f"rollout.tensor_model_parallel_size: {tp} does not divide the width {spec.expert_ffn} of the model's "
-            f"{spec.experts} experts, or is more than they are"
+            f"{spec.experts} experts, or exceeds the number of experts"
         )
     if device_kind != "cpu":
         return out
     if spec.experts and spec.hidden % 32:
         out.append(
-            f"model.path: hidden_size {spec.hidden} is no multiple of 32, which vLLM's kernel for experts on a CPU "
+            f"model.path: hidden_size {spec.hidden} is not a multiple of 32, which vLLM's kernel for experts on a CPU "
             "needs"
         )
     width = 4 if (cfg.rollout.dtype or cfg.model.dtype) == "float32" else 2
@@ -35,7 +35,7 @@ def violations(cfg: Config, spec: ModelSpec, device_kind: str) -> list[str]:
     need = (-(-tokens // CPU_BLOCK_SIZE) + 1) * CPU_BLOCK_SIZE * token / 2**30
     if cfg.rollout.kv_cache_memory_gb < need:  # configured on a CPU: one response must fit in
         out.append(
-            f"rollout.kv_cache_memory_gb: {cfg.rollout.kv_cache_memory_gb:g} GiB do not hold one response of "
+            f"rollout.kv_cache_memory_gb: {cfg.rollout.kv_cache_memory_gb:g} GiB cannot hold one response of "
             f"data.max_prompt_length + data.max_response_length tokens, which needs {need:.4f}; all "
             f"rollout.max_num_seqs need {need * cfg.rollout.max_num_seqs:.2f}"
         )

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rlscale.cluster.mesh import RolloutDims
 from rlscale.cluster.process import MALLOC
 from rlscale.config.schema import Config
 
@@ -58,8 +59,8 @@ def pinned_cores(cfg: Config, device: Device) -> tuple[int, ...]:
         return ()
     cores = sorted(os.sched_getaffinity(0))
     tp = cfg.rollout.tensor_model_parallel_size
-    replicas = max(1, device.local_world // tp)
-    replica = device.local_rank // tp
+    dims = RolloutDims(tp, device.local_world)
+    replicas, replica = max(1, dims.replicas), dims.replica(device.local_rank)
     mine = cores[replica * len(cores) // replicas : (replica + 1) * len(cores) // replicas]
     return tuple(mine or [cores[replica % len(cores)]])
 
@@ -91,5 +92,7 @@ def environment(cfg: Config, device: Device) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(saved)
+        # not what stays the same: another thread may be reading it
+        for name in os.environ.keys() - saved.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in saved.items() if os.environ.get(name) != value})

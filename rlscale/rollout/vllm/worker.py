@@ -31,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from rlscale.cluster.process import shorten
 from rlscale.reshard.layout import Box, Piece, volume, whole
 from rlscale.reshard.transport import region
 from rlscale.reshard.verify import MASK, position_checksum
@@ -214,8 +215,7 @@ class ShardWriter:
         lost = sorted({name for entries in self.missing.values() for (_, name), n in entries.items() if n})
         self.staged.clear()
         if lost:
-            names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
-            raise RuntimeError(f"weight update is incomplete: {len(lost)} tensor(s) missing: {names}")
+            raise RuntimeError(f"weight update is incomplete: {len(lost)} tensor(s) missing: {shorten(lost)}")
 
     def checksums(self) -> dict[str, int]:
         """Checksums of this worker's part of every tensor after an update that was summed up."""
