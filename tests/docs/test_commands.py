@@ -81,6 +81,7 @@ RUN_BY = {
     "test_a_program_is_measured_with_its_children",
     "python tools/bench_algo.py": BENCH + "test_algorithms",
     "python tools/bench_algo.py --chunk 512": BENCH + "test_algorithms",
+    "python tools/bench_start.py --rounds 3": BENCH + "test_a_start",
     "python tools/bench_checkpoint.py --rounds 5": BENCH + "test_checkpoints",
     f"{RESHARD} --rounds 5 --buckets 32,64": BENCH + "test_a_weight_update_and_loading",
     f"{RESHARD} --source tp=4 --destination tp=1 --rounds 5 --buckets 32,64": BENCH

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rlscale.cluster.process import free_port
 from rlscale.testing.models import tiny_model
 from tests.e2e.program import busy
+from tools import bench_start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +34,13 @@ def test_checkpoints(tmp_path: Path) -> None:
     options = ("--ranks", "1", "--rounds", "1", "--model", tiny_model("llama"), "--folder", str(tmp_path))
     assert "asynchronous" in run(sys.executable, "tools/bench_checkpoint.py", *options)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_start() -> None:
+    """One start, without the one that fills torch's cache of kernels; its parts are the whole."""
+    seconds = bench_start.start(1, ROOT, tiny_model("qwen2", tied=False, layers=2), [], limit=120 * busy())
+    assert min(seconds[part] for part in bench_start.PARTS if part != bench_start.LOADING) > 0, seconds
+    assert sum(seconds[part] for part in bench_start.PARTS) == pytest.approx(seconds["total"]), seconds
 
 
 def test_a_weight_update_and_loading() -> None:
