@@ -17,8 +17,8 @@ AdamW) of each over the same batch. Medians over the rounds are printed, after o
   packing computes it: padding is masked, but goes through the layers, the attention and the head.
 * Peak memory is the high-water mark of resident memory in the two passes, summed over processes; it holds weights,
   optimizer state and what malloc keeps. ``--activations`` measures otherwise: the peak of the tensors made in forward
-  and backward (`rlscale.testing.tensor_memory`) of the rank that has most, with the whole batch as one packed row in
-  every layout. Gradients of the weights are in it; weights, optimizer state and DeepSpeed's buckets are not.
+  and backward (`rlscale.testing.tensor_memory`) of the rank that has most, with the whole batch as one packed sequence
+  in every layout. Gradients of the weights are in it; weights, optimizer state and DeepSpeed's buckets are not.
 """
 
 from __future__ import annotations

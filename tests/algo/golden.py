@@ -6,7 +6,7 @@ and function, with the worst error as a share of its tolerance, then one line fo
 if there is any.
 
 Counted apart: cases tagged ``singleton_group`` that expect the raw score for a group of one, where this library
-answers 0 (the other rows are still checked where the estimator treats rows apart), and functions of other rooms
+answers 0 (the other rows are still checked where the estimator treats rows apart), and functions of other packages
 (scorers, parsers).
 """
 
@@ -81,7 +81,7 @@ class Tally:
 
     def __str__(self) -> str:
         apart = f", {self.apart} groups of one answered by 0" if self.apart else ""
-        other = f", {self.other} of other rooms" if self.other else ""
+        other = f", {self.other} of other packages" if self.other else ""
         return f"{self.passed:4d} passed, {self.failed} failed{apart}{other}"
 
 

@@ -71,7 +71,7 @@ def case(**changes: object) -> dict[str, object]:
             0,
             "1 groups of one",
         ),
-        ({"function": "gsm8k_score"}, 0, "1 of other rooms"),
+        ({"function": "gsm8k_score"}, 0, "1 of other packages"),
     ],
 )
 def test_verdict(

@@ -1,4 +1,4 @@
-"""Attention over packed rows with shared prompts: three kernels, one answer, that of each sequence on its own."""
+"""Attention over packed sequences with shared prompts: three kernels, one answer, that of each sequence on its own."""
 
 from __future__ import annotations
 
