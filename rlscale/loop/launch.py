@@ -77,10 +77,9 @@ def main(argv: list[str]) -> int:
         return fail(str(error), rank, USAGE_ERROR)
     except KeyboardInterrupt:
         return fail("interrupted", rank, INTERRUPTED)
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else RUN_ERROR
-        return fail(NOT_STARTED, rank, code, every_rank=True)
-    except Exception as error:
+    except (SystemExit, Exception) as error:
+        if (code := signalled(error)) is not None:
+            return fail(NOT_STARTED, rank, code, every_rank=True)
         if LOST_CONTACT.search(str(error)):  # another rank has failed, and its message must come first
             time.sleep(3)
             return fail("lost contact with another rank, which ended first", rank, RUN_ERROR, every_rank=True)
@@ -94,7 +93,21 @@ def main(argv: list[str]) -> int:
     return 0 if stopped is None else STOPPED
 
 
-def raised_here(error: Exception) -> bool:
+def signalled(error: BaseException) -> int | None:
+    """The exit code where a signal's SystemExit is this error or what it came from; None for an error of its own.
+
+    A library in whose call the signal arrives may raise an error of its own from it, as a class that is being made does
+    (Python 3.11, ``__set_name__``).
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, SystemExit):
+            return cause.code if isinstance(cause.code, int) else RUN_ERROR
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def raised_here(error: BaseException) -> bool:
     """Whether this project raised the error itself, with a message that needs no stack to be understood."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     return isinstance(error, RuntimeError) and Path(last).resolve().is_relative_to(PACKAGE)
