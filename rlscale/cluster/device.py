@@ -51,8 +51,6 @@ def prepare_process(kind: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-        # torch.compile takes the vector instructions that the processor names; to try them out takes 2 s
-        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         tune_malloc()
 
 

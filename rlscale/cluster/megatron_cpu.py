@@ -81,14 +81,30 @@ def _random_states() -> Any:
     return CPURandomStates()
 
 
+@contextlib.contextmanager
+def _without_compilation() -> Iterator[None]:
+    """Megatron's fused functions stay as they are written where they are defined within.
+
+    Megatron compiles them with torch.compile, anew for each length of a micro-batch: seconds each on a CPU, and numbers
+    that depend on which lengths came before. And a compiler that is killed leaves half a library in torch's cache, on
+    which every later run of this machine would fail. ``megatron.core.jit.disable_jit_fuser`` comes too late: importing
+    its package has defined them.
+    """
+    compile_function = torch.compile
+    torch.compile = lambda model=None, **_: model if model else lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
+
+
 def enable() -> None:
     """Make Megatron-core usable on this machine; call before building a model, as often as you like."""
     global _enabled
     if _enabled or torch.cuda.is_available():
         return
-    from megatron.core import jit
-
-    jit.disable_jit_fuser()  # before the modules that decorate with it: torch.compile of tiny functions costs minutes
+    with _without_compilation():
+        import megatron.core  # noqa: F401
     for name in MODULES:
         importlib.import_module(name).__dict__["torch"] = _torch()
     from megatron.core.tensor_parallel import random

@@ -26,7 +26,11 @@ GONE_WITHIN = 5.0  # seconds after the program's end that its processes and shar
 
 @dataclass
 class Ended:
-    """A program that has ended. ``left``: processes and /dev/shm files that it has left behind."""
+    """A program that has ended.
+
+    ``left``: processes and /dev/shm files that it has left behind, and libraries that it has compiled: one that is
+    killed meanwhile leaves half a library in the user's cache, on which later runs fail.
+    """
 
     folder: Path
     status: int
@@ -65,6 +69,7 @@ class Program:
     def __enter__(self) -> Program:
         self.shm = leftovers.shm_files()
         self.started = time.monotonic()
+        self.compiled = self.folder.parent / f"{self.folder.name}.compiled"
         bin_folder = Path(sys.executable).parent
         values = [
             f"{key}={json.dumps(value)}"
@@ -86,6 +91,7 @@ class Program:
             MARK: self.mark,
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.compiled),
             "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
             **self.environment,
         }
@@ -110,6 +116,7 @@ class Program:
             raise TimeoutError(f"the program still runs after {limit:.0f} s:\n{self.output[-6000:]}") from None
         seconds = time.monotonic() - self.started
         left = leftovers.still_left(lambda: leftovers.left(f"{MARK}={self.mark}", self.shm), gone_within * busy())
+        left += [f"compiled {file}" for file in self.compiled.rglob("*.so")]
         return Ended(self.folder, status, seconds, self.output, left)
 
     def wait_for_step(self, step: int, limit: float) -> None:

@@ -67,5 +67,4 @@ def install() -> None:
         if replaced.__name__ not in op_registry_oot and hasattr(torch.ops._C, replaced.name):
             replaced.register_oot(by)
     TopKTopPSampler.forward_cpu = sample
-    # to count the ranks, vLLM would compile a kernel at the first request, for which a cold machine takes half a minute
     vllm_sampler.batched_count_greater_than = without_ranks

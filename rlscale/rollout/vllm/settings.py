@@ -79,6 +79,8 @@ def environment(cfg: Config, device: Device) -> Iterator[None]:
     if device.kind == "cpu":
         cores = pinned_cores(cfg, device)
         os.environ.update(MALLOC)
+        if cfg.rollout.enforce_eager:  # vLLM compiles some functions even so, see cluster/megatron_cpu.py
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(cores) // tp))
         # a single worker lives in the engine's process, where `Lifeline` binds it; several are bound by vLLM
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tp == 1 else "1"
