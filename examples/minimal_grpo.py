@@ -140,6 +140,8 @@ if __name__ == "__main__":
     except ConfigError as error:
         sys.exit(f"error: {error}")
     from rlscale.cluster.device import init_distributed, prepare_process
+    from rlscale.cluster.process import leave
 
     prepare_process(checked.kind)  # before torch is imported
     train(checked, init_distributed(checked.kind, checked.cfg.trainer.collective_timeout_s))
+    leave()

@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from rlscale.checkpoint.saver import CheckpointData, Saver
 from rlscale.checkpoint.shards import Shards, State, collect
 from rlscale.checkpoint.store import Retention, Store, read_manifest
-from rlscale.cluster.process import free_port
+from rlscale.cluster.process import free_port, leave
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard.canonical import hf_shapes
 from rlscale.reshard.layout import Layout, Piece, whole
@@ -110,7 +110,7 @@ def measure(rank: int, args: argparse.Namespace, port: int, folder: str) -> None
     rows = rows[1:]  # the first round makes the memory of the copies
     if rank == 0:
         report(rows, values.numel() * 4 * args.ranks)
-    dist.destroy_process_group()
+    leave()
 
 
 def load(store: Store, step: int, states: dict[str, State], rank: int) -> None:

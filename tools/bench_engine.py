@@ -237,7 +237,7 @@ def build_plain(job: Job) -> tuple[Passes, int, Any]:
 def work(job: Job) -> None:
     """A worker: build, then run the passes each time that a line comes in, and answer with seconds and bytes."""
     from rlscale.cluster.device import init_distributed, prepare_process
-    from rlscale.cluster.process import tune_malloc
+    from rlscale.cluster.process import leave, tune_malloc
 
     if job.name in PLAIN:
         tune_malloc()
@@ -253,6 +253,7 @@ def work(job: Job) -> None:
     for _ in sys.stdin:
         answer = count_tensors(passes, engine) if job.one_row else measure(passes)
         print(ANSWER + json.dumps(answer), flush=True)
+    leave()
 
 
 def measure(passes: Passes) -> dict[str, Any]:

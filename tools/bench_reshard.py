@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from rlscale.cluster.device import init_distributed, prepare_process
 from rlscale.cluster.mesh import Mesh, ParallelDims, mesh_of
+from rlscale.cluster.process import leave
 from rlscale.model.arch import ModelSpec
 from rlscale.reshard.hf_load import load_pieces
 from rlscale.reshard.layout import Layout, Piece, intersect
@@ -275,7 +276,6 @@ def main() -> None:
     device = init_distributed("cpu")
     if args.load:
         load(args.load, ParallelDims(**args.source), getattr(torch, args.dtype))
-        dist.destroy_process_group()
         return
     spec = ModelSpec.from_hf(args.model) if args.model else SHAPE
     dims = ParallelDims(**args.source)
@@ -336,7 +336,6 @@ def main() -> None:
     if device.rank == 0:
         made = plan(source, wanted, dtype=dtype)
         report(args, held, made, times, {name: float(x) for name, x in cpu.items()}, chosen, temporary, raw)
-    dist.destroy_process_group()
 
 
 def report(
@@ -369,3 +368,4 @@ def _text(dims: dict[str, int]) -> str:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -34,6 +34,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from rlscale.cluster.process import follow_launcher, free_port, leave
 from rlscale.config.layouts import refusals
 from rlscale.testing.models import ARCHITECTURES
 from rlscale.testing.parity.cases import LONGEST, Case, Difference, draw, matrix, readme, spec_of
@@ -57,7 +58,6 @@ def report(case: Case, found: list[Difference]) -> bool:
 def run_here(cases: list[Case], results: str | None) -> int:
     """Run cases in the world that the launcher has started; their differences go to the screen or a file of lines."""
     from rlscale.cluster.device import detect, init_distributed, prepare_process
-    from rlscale.cluster.process import follow_launcher
 
     follow_launcher()
     kind = detect("auto")
@@ -82,8 +82,6 @@ def run_here(cases: list[Case], results: str | None) -> int:
 
 def launch(cases: list[Case], log: Path) -> Iterator[tuple[Case, list[Difference], float]]:
     """Run cases of one world size in as few started worlds as they allow; a case that ends its world is skipped."""
-    from rlscale.cluster.process import free_port
-
     world, left = cases[0].world, list(cases)
     with tempfile.TemporaryDirectory(prefix="rlscale-parity-") as folder:
         while left:
@@ -233,12 +231,8 @@ def one(args: argparse.Namespace) -> int:
 
 
 def program() -> None:
-    """The command: ends the process. A rank that fails waits for no other."""
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status:
-        os._exit(status)
+    """The command: ends the process."""
+    leave(main(sys.argv[1:]))
 
 
 if __name__ == "__main__":
