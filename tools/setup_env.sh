@@ -28,7 +28,7 @@ find_python() {
 }
 
 check_compiler() {
-    # vLLM and torch compile small C++ extensions at run time, which include Python.h
+    # with rollout.enforce_eager: false, vLLM and torch compile C++ at run time, which includes Python.h
     command -v "${CXX:-g++}" >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null ||
         fail "a C++ compiler is needed and none was found. On Debian: apt install g++"
     "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||

@@ -73,8 +73,7 @@ def policy_loss(
     by_sequence = "is_weights" in algorithm.accepts()  # the loss itself decides how they enter
     kwargs = POLICY_LOSSES.arguments(name, {**clips, "is_weights": is_w, "statistic": statistic}, args)
     out = algorithm.function(x, **kwargs)
-    if not isinstance(out, tuple) or len(out) != 2 or getattr(out[0], "shape", None) != logprobs.shape:
-        raise ValueError(f"policy loss {name} must return a tensor [t], the loss of each token, and a dict of metrics")
+    _check_returned(name, out, logprobs)
     per_token, flags = out
     if is_w is not None and not by_sequence:
         per_token = per_token * is_w
@@ -84,6 +83,20 @@ def policy_loss(
         flags = {**flags, "ppo_kl": -d, "ppo_k3": ratio - 1.0 - d, "ratio": ratio, "ratio_sq": ratio.square()}
         metrics = {k: x.clean(v).sum() for k, v in flags.items()}
     return loss, {**metrics, "tokens": x.valid.sum()}
+
+
+def _check_returned(name: str, out: Any, logprobs: Tensor) -> None:
+    """Of a loss of the user's, which may return anything."""
+
+    def per_token(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == logprobs.shape
+
+    if not isinstance(out, tuple) or len(out) != 2 or not per_token(out[0]) or not isinstance(out[1], dict):
+        raise ValueError(f"policy loss {name} must return a tensor [t], the loss of each token, and a dict of metrics")
+    if wrong := [str(key) for key, value in out[1].items() if not per_token(value)]:
+        raise ValueError(f"policy loss {name} must return metrics of each token, tensors [t], not {', '.join(wrong)}")
+    if logprobs.requires_grad and not out[0].requires_grad:
+        raise ValueError(f"policy loss {name} returns a loss without a gradient; it must depend on logprobs")
 
 
 def _tokens(logprobs: Tensor, old: Tensor, adv: Tensor, mask: Tensor, cu: Tensor, ref: Tensor | None = None) -> Tokens:

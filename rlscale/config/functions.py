@@ -48,7 +48,7 @@ def load_function(key: str, target: str) -> Callable[..., Any]:
         raise ValueError(f"{key} {target}: no file {error.filename or name}") from error
     except ModuleNotFoundError as error:
         raise ValueError(f"{key} {target}: no module named {error.name!r}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{key} {target}: importing it raises {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):

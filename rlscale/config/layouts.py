@@ -6,6 +6,7 @@ layouts it was shown for and runs it; `tools/parity.py` writes the table of docs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -122,9 +123,13 @@ def _zero(key: str, layout: ParallelConfig, tied: bool) -> Iterator[Violation]:
         )
 
 
+MOST = 1 << 16  # numbers that are tried as divisors
+
+
 def divisors(n: int) -> list[int]:
-    """Ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """Ascending; of a number beyond any batch, not all."""
+    small = [d for d in range(1, min(math.isqrt(n), MOST) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def listed(numbers: list[int], near: int, count: int = 8) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlscale.config import functions
 from rlscale.config.algorithms import PROVIDED, Algorithm, Registries
 from rlscale.config.layouts import ModelSizes, divisors, listed, refusals
 from rlscale.config.paths import folder_problem, is_hub_name, read_chat_template
-from rlscale.config.schema import ActorConfig, Config, CriticConfig, SourceConfig, Violation
+from rlscale.config.schema import TASKS, ActorConfig, Config, CriticConfig, SourceConfig, Violation
 
 LOGGERS = ("jsonl", "tensorboard")
 
@@ -40,6 +41,11 @@ def find_violations(
     """
     registries = registries or {}
     algorithms, unknown = _algorithms(config, registries)
+    task = TASKS.get(config.task)
+    if task is not None and not task.generates:  # it uses no algorithm and no engine
+        parallel = refusals("actor", config.actor.parallel, world_size, spec)
+        kept = (_trainer(config, False, registries), _models(config, False), _data(config), parallel)
+        return [*chain.from_iterable(kept), *_optimizers(config, False)]
     critic = any("values" in a.needs for a in algorithms.values())
     found = [
         *_trainer(config, critic, registries),
@@ -161,6 +167,7 @@ def _source(key: str, s: SourceConfig) -> Iterator[Violation]:
             f"{key} must set exactly one of task, reasoning_gym and files; it sets {' and '.join(given) or 'none'}",
         )
     for i, name in enumerate(s.files):
+        name = str(name)  # what is no text is refused where it is read
         if not name.endswith((".jsonl", ".json", ".parquet")):
             yield Violation((f"{key}.files.{i}",), f"{key}.files: {name} is neither .jsonl (.json) nor .parquet")
         elif not Path(name).expanduser().is_file():

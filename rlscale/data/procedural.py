@@ -59,7 +59,12 @@ def make(name: str, size: int, seed: int, params: dict[str, Any]) -> list[Prompt
         inspect.signature(GENERATORS[name]).bind(size, seed, **params)
     except TypeError as error:
         raise ValueError(f"params of task {name!r}: {error}") from error
-    return GENERATORS[name](size, seed, **params)
+    prompts = GENERATORS[name](size, seed, **params)
+    for number, prompt in enumerate(prompts):
+        prompt.where = prompt.where or f"{name} {number}"
+        if not isinstance(prompt.messages, list):
+            raise ValueError(f"task {name!r}, prompt {number}: messages must be a list of {{role, content}}")
+    return prompts
 
 
 @register("addition")

@@ -12,7 +12,7 @@ from rlscale.cluster.device import detect, native_dtype
 from rlscale.cluster.mesh import ParallelDims, RolloutDims
 from rlscale.config import ConfigError, read
 from rlscale.config.load import drop_consequences
-from rlscale.config.schema import Config, ParallelConfig
+from rlscale.config.schema import TASKS, Config, ParallelConfig
 from rlscale.config.validate import find_violations
 from rlscale.model.arch import ModelSpec
 from rlscale.rollout.program import violations
@@ -81,20 +81,29 @@ def _limits(cfg: Config, spec: ModelSpec, kind: str) -> list[str]:
             f"model.path: the model attends to a window of {window} tokens, which is not supported where "
             f"data.max_prompt_length + data.max_response_length = {longest} exceeds it"
         )
-    return found + violations(cfg, spec, kind)
+    return found + (violations(cfg, spec, kind) if TASKS[cfg.task].generates else [])
 
 
 def describe(checked: Checked, world: int) -> str:
     """Sizes and the placement of every rank, as text for --dry-run."""
     cfg, spec = checked.cfg, checked.spec
-    n = cfg.rollout.n
-    actor, prompts = cfg.actor, cfg.data.train_batch_size
-    mini = actor.ppo_mini_batch_size
     size = f"{parameters(spec) / 1e6:.1f} M parameters"
     heads = f"{spec.heads} heads, {spec.kv_heads} key-value heads"
-    lines = [
+    model = [
         f"model      {cfg.model.path}: {spec.architecture}, {size}, {cfg.model.dtype}",
         f"           {spec.num_layers} layers, {heads}, vocabulary {spec.vocab}",
+    ]
+    if TASKS[cfg.task].generates:
+        return "\n".join([*model, *_describe_rollout(cfg, world)])
+    ranks = [f"  rank {rank:<4} actor {_place(cfg.actor.parallel, world, rank)}" for rank in range(world)]
+    return "\n".join([*model, f"task       {cfg.task}", f"actor      {_dims(cfg.actor.parallel, world)}", *ranks])
+
+
+def _describe_rollout(cfg: Config, world: int) -> list[str]:
+    """Of a task that generates: the algorithm, the step, every model and every engine."""
+    n, actor, prompts = cfg.rollout.n, cfg.actor, cfg.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    lines = [
         f"algorithm  {cfg.algorithm.adv_estimator} advantages, {actor.policy_loss} policy loss, {actor.loss_agg_mode}",
         f"step       {prompts} prompts x {n} responses = {prompts * n} samples, at most "
         f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length} tokens each",
@@ -115,7 +124,7 @@ def describe(checked: Checked, world: int) -> str:
             f"  rank {rank:<4} {place} | engine {dims.replica(rank)} worker {dims.worker(rank)}"
             + (" (leader)" if dims.is_leader(rank) else "")
         )
-    return "\n".join(lines)
+    return lines
 
 
 def parameters(spec: ModelSpec) -> int:

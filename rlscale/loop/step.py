@@ -105,8 +105,9 @@ def compare_logprobs(cfg: Config, batch: PackedBatch, trainer: torch.Tensor, ste
         raise RuntimeError(
             f"step {step}: the log-probs of trainer and engine differ by {mean:.4g} on average, above "
             f"rollout.logprob_check_bound {bound:g} (worst token {worst:.4g}). Either the engine holds other weights "
-            "than the trainer, or the two compute the model differently (dtype, attention, rotary scaling); a run "
-            "would learn from the wrong ratio. If the difference is that of the dtype alone, raise the bound or use "
+            "than the trainer, or the two compute the model differently (dtype, attention, rotary scaling) or over "
+            f"other tokens (rollout.top_p {cfg.rollout.top_p:g}, rollout.top_k {cfg.rollout.top_k}); a run would learn "
+            "from the wrong ratio. If the difference is that of the dtype alone, raise the bound or use "
             "model.dtype: float32"
         )
     return {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": worst}

@@ -112,7 +112,7 @@ def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         value = next((metrics[name] for name in names if name in metrics), None)
         if value is not None and not (label.startswith("SKIPPED") and value == 0):
             out.append((label, format(value, form)))
-    return out
+    return out or [(name, f"{value:.4g}") for name, value in list(metrics.items())[:4]]  # of a task with other metrics
 
 
 def duration(seconds: float) -> str:

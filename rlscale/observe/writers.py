@@ -7,6 +7,7 @@ everything it has shown. `read_metrics` also accepts a file that ends in the mid
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from rlscale.cluster.files import write_whole
 from rlscale.config import Config, save
 
 METRICS = "metrics.jsonl"
+LOCK = ".lock"  # held by the run that writes into the folder
 #: what belongs to one run in a run folder; a new run moves it aside
 FILES = ("config.yaml", METRICS, "summary.json", "tensorboard", "rollouts", "plots", "checkpoints", "export")
 
@@ -36,7 +38,7 @@ class RunWriter:
         on_disk_full: called before the one more attempt to write that a full disk gets.
 
     Raises:
-        ValueError: the folder cannot be made or written.
+        ValueError: the folder cannot be made or written, or another run writes into it.
     """
 
     def __init__(
@@ -51,11 +53,19 @@ class RunWriter:
         self.run_dir, self.on_disk_full = Path(run_dir), on_disk_full
         self._file: Any = None
         self._tensorboard: Any = None
+        self._lock: Any = None
         self._active = rank == 0
         if not self._active:
             return
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.run_dir / LOCK, "w")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"trainer.run_dir: another run writes into {self.run_dir}") from None
+            except OSError:
+                pass  # a file system without locks
             if resume_step is None:
                 _set_aside(self.run_dir)
             else:
@@ -136,7 +146,9 @@ class RunWriter:
             self._file.close()
         if self._tensorboard:
             self._tensorboard.close()
-        self._file = self._tensorboard = None
+        if self._lock:
+            self._lock.close()
+        self._file = self._tensorboard = self._lock = None
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

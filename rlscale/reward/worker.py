@@ -52,6 +52,8 @@ def call(scorer: Callable[..., Any], arguments: dict[str, Any]) -> tuple[float, 
     extra: dict[str, float] = {}
     if isinstance(result, dict):
         extra = {str(k): number for k, v in result.items() if k != "score" and (number := as_number(v)) is not None}
+        if "failures" in extra:  # of rlscale, which counts them
+            return 0.0, "the scorer returned a number called 'failures', the name of a metric of every run", {}
         if "score" not in result:
             return 0.0, f"the scorer returned a dict without 'score': keys {sorted(map(str, result))}"[:500], extra
         result = result["score"]

@@ -72,6 +72,28 @@ def test_a_loss_from_a_path_goes_through_the_objectives() -> None:
     assert bool((now.grad[batch.mask != 0] > 0).all()) and int(sums["pg_clipfrac"]) == int(batch.mask.sum())
 
 
+@pytest.mark.parametrize(
+    "returned, said",
+    [
+        ("x.d", "must return a tensor"),
+        ("x.d.sum(), {}", "must return a tensor"),
+        ("x.d, None", "must return a tensor"),
+        ("x.d, {'share': 0.5}", "tensors .t., not share"),
+        ("x.d.detach(), {}", "without a gradient"),
+    ],
+)
+def test_what_a_loss_from_a_path_must_return(tmp_path: Path, returned: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def loss(x):\n    return {returned}\n")
+    cfg, batch = Config(), random_batch(groups=2, n=2)
+    cfg.actor.policy_loss = f"{tmp_path}/mine.py:loss"
+    batch.advantages = torch.zeros(batch.tokens.numel())
+    batch.weights = loss_weights(batch.mask, batch.cu_seqlens, "token-mean")
+    batch.old_logprobs = torch.full((batch.tokens.numel(),), -1.0)
+    now = torch.full_like(batch.old_logprobs, -0.5).requires_grad_()
+    with pytest.raises(ValueError, match=said):
+        actor_loss(cfg.actor, batch)(SimpleNamespace(logprobs=now, entropy=None, values=None), batch)
+
+
 def test_a_reward_from_a_path() -> None:
     scorer = functions.load_function("reward.scorer", scorers.expand(REWARD))
     given = dict(data_source="", solution_str="it is 7", ground_truth="7", extra_info={})
@@ -112,6 +134,7 @@ def test_what_a_function_from_a_path_says_that_it_needs(tmp_path: Path) -> None:
         ("x = 1", "f", "has no function 'f'"),
         ("def f(b", "f", "importing it raises SyntaxError"),
         ("raise OSError('disk')", "f", "importing it raises OSError: disk"),
+        ("import sys\nsys.exit(0)", "f", "importing it raises SystemExit: 0"),
         ("import nothing_of_this_name", "f", "no module named 'nothing_of_this_name'"),
         ("def f(rewards, mask):\n    pass", "f", "must take one argument"),
         ("def f(b, **more):\n    pass", "f", "must take one argument"),

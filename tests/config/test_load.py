@@ -277,6 +277,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "a mapping of keys" in violations(write(tmp_path, "- 1", "list.yaml"))[0]
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "cannot be read" in violations(tmp_path / "binary.yaml")[0]
+    for number, value in enumerate(("1" * 6000, "!!int foo", "!!timestamp foo", "[" * 5000)):
+        file = write(tmp_path, f"trainer: {{seed: {value}}}", f"value{number}.yaml")
+        assert violations(file)[0].startswith(str(file)) and len(violations(file)) == 1
 
 
 def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rlscale.algo.needs import registries
 from rlscale.algo.registry import Registry
-from rlscale.config import Config, find_violations
+from rlscale.config import Config, find_violations, schema
 from rlscale.config.paths import is_hub_name
 from rlscale.config.schema import SourceConfig
 
@@ -275,6 +275,23 @@ def test_what_is_not_used_is_not_checked(config: Config) -> None:
     assert check(config, 2) == []
     config.algorithm.adv_estimator, config.rollout.n = "reinforce", 1
     assert check(config, 2) == []
+
+
+def test_a_task_that_does_not_generate_is_not_checked_for_what_it_does_not_use(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(schema.TASKS, "texts", schema.TaskEntry("nowhere", generates=False))
+    config.rollout.n, config.data.max_prompt_length, config.actor.ppo_mini_batch_size = 1, 10**6, 3
+    assert check(config, 2)
+    config.task = "texts"
+    assert check(config, 2) == []
+    config.actor.parallel.tensor_model_parallel_size = 3
+    assert check(config, 2)
+
+
+def test_a_batch_beyond_any_machine_is_answered_at_once(config: Config) -> None:
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size = 10**20 + 1, 4
+    assert any("ppo_mini_batch_size" in line for line in check(config, 2))
 
 
 def test_names_of_registries(config: Config) -> None:

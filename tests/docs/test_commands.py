@@ -238,7 +238,10 @@ def test_a_python_block_runs_and_has_the_signatures_of_the_code(block: Block, mo
     for module, table in ((procedural, "GENERATORS"), (schema, "TASKS")):  # in which a block registers
         monkeypatch.setattr(module, table, dict(getattr(module, table)))
     flags = __future__.annotations.compiler_flag  # annotations may name what a reader need not import
+    built_in = set(procedural.GENERATORS)
     exec(compile(block.text, str(block), "exec", flags), {})
+    for name in set(procedural.GENERATORS) - built_in:
+        assert len(procedural.make(name, 3, 0, {})) == 3
     homes = re.findall(r"\brlscale/\S+\.py\b", block.text)
     real = {name: names for home in homes for name, names in parameters((ROOT / home).read_text("utf-8")).items()}
     if homes:

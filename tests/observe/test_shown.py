@@ -241,7 +241,18 @@ def test_summary_of_a_run_without_steps(tmp_path: Path) -> None:
     summary = summarize(run_folder(tmp_path / "run", [{"step": 0, "val/a/b/best@4": 1.0}]))
     assert summary["accuracy"] == {"a/b/best@4": {"before": 1.0, "after": None}}
     assert summary["reward_first"] is summary["tokens_per_second"] is None
-    print_summary(summary, lambda _: None)
+    lines: list[str] = []
+    print_summary(summary, lines.append)
+    assert lines[-2:] == ["  0 steps", "  time: 0:00 in steps"]
+
+
+def test_a_short_run_is_summarised_by_its_halves(tmp_path: Path) -> None:
+    summary = summarize(run_folder(tmp_path / "run", records([0.0, 0.1, 0.3, 0.4])))
+    assert (summary["reward_first"], summary["reward_last"]) == pytest.approx((0.05, 0.35))
+
+
+def test_a_task_with_other_metrics_shows_them() -> None:
+    assert shown({"sft/nll": 2.5, "sft/mean": 1.0}) == [("sft/nll", "2.5"), ("sft/mean", "1")]
 
 
 # ---- tools/check_run.py

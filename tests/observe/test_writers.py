@@ -171,3 +171,12 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
         (tmp_path / METRICS).write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
         with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
             read_metrics(tmp_path)
+
+
+def test_a_folder_is_written_by_one_run_at_a_time(tmp_path: Path) -> None:
+    first = RunWriter(Config(), tmp_path)
+    with pytest.raises(ValueError, match=f"trainer.run_dir: another run writes into {tmp_path}"):
+        RunWriter(Config(), tmp_path)
+    assert (tmp_path / METRICS).exists() and not (tmp_path / "previous").exists()
+    first.close()
+    RunWriter(Config(), tmp_path).close()
