@@ -122,8 +122,6 @@ class _Reader:
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             problem = f"{path}{f', line {mark.line + 1}' if mark else ''}: {_problem(error)}"
-        except (ValueError, AttributeError, RecursionError) as error:  # what PyYAML makes of a value
-            problem = f"{path} holds a value that cannot be read: {_problem(error)}"
         self.say("", problem, "")
         return {}
 
@@ -150,7 +148,7 @@ class _Reader:
             return
         try:
             value = parse_yaml(raw)
-        except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        except yaml.YAMLError as error:
             self.say(key, f"value is not valid YAML: {_problem(error)}", origin)
             return
         at: Any = self.tree
@@ -265,6 +263,6 @@ def _nearest(key: str, path: str, prefix: str, siblings: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; {prefix or 'the top level'} has: {', '.join(siblings)}"
 
 
-def _problem(error: Exception) -> str:
+def _problem(error: yaml.YAMLError) -> str:
     """One line: what PyYAML has to say, without the excerpt."""
     return getattr(error, "problem", None) or str(error).splitlines()[0]

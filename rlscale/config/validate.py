@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,13 @@ def find_violations(
     algorithms, unknown = _algorithms(config, registries)
     task = TASKS.get(config.task)
     if task is not None and not task.generates:  # it uses no algorithm and no engine
-        parallel = refusals("actor", config.actor.parallel, world_size, spec)
-        kept = (_trainer(config, False, registries), _models(config, False), _data(config), parallel)
-        return [*chain.from_iterable(kept), *_optimizers(config, False)]
+        return [
+            *_trainer(config, False, registries),
+            *_models(config, False),
+            *_data(config),
+            *refusals("actor", config.actor.parallel, world_size, spec),
+            *_optimizers(config, False),
+        ]
     critic = any("values" in a.needs for a in algorithms.values())
     found = [
         *_trainer(config, critic, registries),

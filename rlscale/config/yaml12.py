@@ -12,8 +12,11 @@ import yaml
 
 
 def parse_yaml(text: str) -> Any:
-    """A YAML document with these scalars. Raises yaml.YAMLError, also for duplicate keys."""
-    return yaml.load(text, Loader=Loader)  # a SafeLoader: builds plain values only
+    """A YAML document with these scalars. Raises yaml.YAMLError, also for duplicate keys and values beyond Python."""
+    try:
+        return yaml.load(text, Loader=Loader)  # a SafeLoader: builds plain values only
+    except (ValueError, AttributeError, RecursionError) as error:  # PyYAML lets them through
+        raise yaml.YAMLError(f"it holds a value that cannot be read: {error}") from error
 
 
 class Loader(yaml.SafeLoader):

@@ -51,7 +51,9 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(number: int) -> None:
 
 
 def test_a_limit_of_time_stops_all() -> None:
+    started = time.monotonic()
     (steps, reason, _), other = worlds.run(2, stopped, None, 0.5)
+    assert time.monotonic() - started >= 0.5
     assert steps < 500 and (steps, reason) == other[:2]
     assert reason == "trainer.max_time of 0.5 s has elapsed"
 
